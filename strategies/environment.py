@@ -1,0 +1,301 @@
+"""Where this process stands among the launched ones: the only reader of the process environment.
+
+One row of `_LAUNCHERS` describes one launcher: which variables say that it started this process, and which say rank
+and size. `detect` returns plain values, each with the variable that it came from, so that nothing else has to know
+a launcher's name. The order of rows matters: torchrun inside a SLURM job is torchrun, and `mpirun` inside one is MPI
+(SLURM then counts mpirun's daemons, not the ranks).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_DEFAULT_PORT = 29500  # torchrun's, and what most examples export
+_LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands: ranks count from 0, `local_*` within its node; `sources` names each value's variable.
+
+    `launched` is true when a launcher has started all the processes already, so that nobody must start them again.
+    `attempt` counts the restarts by an elastic agent. `main_address` is empty where no variable tells it.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    main_address: str = _LOCALHOST
+    main_port: int = _DEFAULT_PORT
+    launcher: str = "none"
+    launched: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
+    attempt: int = 0
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Placement:
+    """Read a launcher's variables (default: this process's); one process when none is set.
+
+    Raises ValueError for a value that is no number, or a rank that does not fit its size.
+    """
+    variables = _Variables(os.environ if environ is None else environ)
+    for launcher, started, columns in _LAUNCHERS:
+        if started(variables):
+            return _placement(launcher, columns, variables)
+    return Placement(**_main(variables, Placement()), sources=variables.sources)
+
+
+def under_test_runner() -> bool:
+    """Whether this process is a test runner in the middle of a test (a program that a test has started is not)."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    unittest = spec is not None and spec.name.split(".")[0] == "unittest"
+    return unittest or ("PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules)
+
+
+def interactive() -> bool:
+    """Whether this is a notebook, an IPython shell, or Python's own prompt."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython is not None and ipython.get_ipython() is not None
+    return shell or hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def text(name: str, default: str | None = None) -> str | None:
+    """The value of a variable, read now; an empty one counts as unset.
+
+    A name without a known prefix stands for `DRIVETRAIN_<name>` and then `ACCELERATE_<name>`.
+    """
+    for candidate in _candidates(name):
+        if os.environ.get(candidate):
+            return os.environ[candidate]
+    return default
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """A variable as a truth value (1 true yes y t on / 0 false no n f off); names as for `text`."""
+    value = (text(name) or str(default)).strip().lower()
+    if value in ("1", "true", "yes", "y", "t", "on"):
+        return True
+    if value in ("0", "false", "no", "n", "f", "off"):
+        return False
+    raise ValueError(f"Expected yes or no. Received: {name}={value!r}. Set it to 1 or 0.")
+
+
+def integer(name: str, default: int | None = None) -> int | None:
+    """A variable as an integer; names as for `text`."""
+    value = text(name)
+    return default if value is None else _integer(name, value)
+
+
+def child_environment(variables: Mapping[str, str | None] | None = None, *, threads: int = 1) -> dict[str, str]:
+    """This process's environment as a launched child gets it: `variables` on top (None removes one).
+
+    OMP_NUM_THREADS becomes `threads` where nobody has set it, as torchrun does: n processes with a thread for every
+    core each would fight for the cores.
+    """
+    merged = {"OMP_NUM_THREADS": str(threads), **os.environ, **(variables or {})}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+@contextmanager
+def exported(environ: Mapping[str, str]) -> Iterator[None]:
+    """Let `environ` be this process's environment while children are started that can only inherit it."""
+    before = dict(os.environ)
+    try:
+        _replace(environ)
+        yield
+    finally:
+        _replace(before)
+
+
+def expand_hosts(hosts: str) -> list[str]:
+    """The host names in a SLURM list such as `node[01-03,7],gpu1`, in order, zeros kept.
+
+    Format: https://slurm.schedmd.com/scontrol.html, "show hostnames" (expanded here, so that no program is needed).
+    """
+    return [name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts) for name in _expand(part.strip())]
+
+
+class _Variables:
+    """A look at an environment that remembers which variable gave which value."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.sources: dict[str, str] = {}
+
+    def has(self, *names: str) -> bool:
+        return all(self.environ.get(name) for name in names)
+
+    def first(self, value: str, names: tuple[str, ...]) -> str | None:
+        """The first of `names` that is set, noted as the source of `value`."""
+        for name in names:
+            if self.environ.get(name):
+                self.sources[value] = name
+                return self.environ[name]
+        return None
+
+    def number(self, value: str, names: tuple[str, ...]) -> int | None:
+        found = self.first(value, names)
+        return None if found is None else _integer(self.sources[value], found)
+
+
+def _all(*names: str) -> Callable[[_Variables], bool]:
+    return lambda variables: variables.has(*names)
+
+
+def _slurm(variables: _Variables) -> bool:
+    """Whether `srun` started this process, rather than a person's shell or a batch script inside an allocation."""
+    counted = variables.has("SLURM_NTASKS") or variables.has("SLURM_STEP_NUM_TASKS")
+    if not counted or not variables.has("SLURM_PROCID"):
+        return False  # `salloc` gives a shell that has an allocation, but is no task of it
+    step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get("SLURM_STEPID") or ""
+    if variables.has("SLURM_PTY_PORT") or (step.isdigit() and int(step) >= 0xFFFFFFF0):
+        return False  # `srun --pty`, and the special steps: interactive, batch, extern
+    if variables.has("SLURM_TASK_PID") and not step:
+        return False  # a batch script that calls python without srun: SLURM counts tasks that nobody has started
+    if variables.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return variables.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # `srun python` typed into that shell
+    return True
+
+
+_SLURM_HOSTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+_LAUNCHERS = (
+    ("torchrun", _all("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"), {
+        "rank": ("RANK",), "size": ("WORLD_SIZE",), "local_rank": ("LOCAL_RANK",), "local_size": ("LOCAL_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK",), "num_nodes": ("GROUP_WORLD_SIZE",), "attempt": ("TORCHELASTIC_RESTART_COUNT",)}),
+    ("lsf", _all("LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), {
+        "rank": ("JSM_NAMESPACE_RANK",), "size": ("JSM_NAMESPACE_SIZE",),
+        "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",), "local_size": ("JSM_NAMESPACE_LOCAL_SIZE",)}),
+    ("mpi", _all("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), {  # Open MPI
+        "rank": ("OMPI_COMM_WORLD_RANK",), "size": ("OMPI_COMM_WORLD_SIZE",),
+        "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",), "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE",)}),
+    ("mpi", _all("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"), {  # MVAPICH2
+        "rank": ("MV2_COMM_WORLD_RANK",), "size": ("MV2_COMM_WORLD_SIZE",),
+        "local_rank": ("MV2_COMM_WORLD_LOCAL_RANK",), "local_size": ("MV2_COMM_WORLD_LOCAL_SIZE",)}),
+    ("mpi", _all("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), {  # Intel MPI, MPICH
+        "rank": ("PMI_RANK",), "size": ("PMI_SIZE",),
+        "local_rank": ("MPI_LOCALRANKID",), "local_size": ("MPI_LOCALNRANKS",)}),
+    ("kubeflow", _all("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), {
+        "rank": ("RANK",), "size": ("WORLD_SIZE",), "local_rank": ("LOCAL_RANK",), "local_size": ("LOCAL_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK", "NODE_RANK"), "num_nodes": ("GROUP_WORLD_SIZE",)}),
+    ("slurm", _slurm, {
+        "rank": ("SLURM_PROCID",), "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "local_rank": ("SLURM_LOCALID",),
+        "node_rank": ("SLURM_NODEID",), "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")}),
+    ("mpi", _all("PMI_RANK", "PMI_SIZE"), {  # other process managers: PALS, PMI
+        "rank": ("PMI_RANK",), "size": ("PMI_SIZE",), "local_rank": ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        "local_size": ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")}),
+    ("xla", _all("PJRT_DEVICE", "PJRT_LOCAL_PROCESS_RANK"), {
+        "local_rank": ("PJRT_LOCAL_PROCESS_RANK",), "local_size": ("PJRT_LOCAL_PROCESS_COUNT",),
+        "node_rank": ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")}),
+)
+
+
+def _placement(launcher: str, columns: Mapping[str, tuple[str, ...]], variables: _Variables) -> Placement:
+    found = {value: variables.number(value, names) for value, names in columns.items()}
+    values = {value: number for value, number in found.items() if number is not None}
+    complete = {"slurm": _complete_slurm, "xla": _complete_xla}.get(launcher)
+    if complete is not None:
+        complete(values, variables)
+    rank, size = values["rank"], values["size"]
+    # A launcher that tells no local size runs one process a node when it tells no local rank either.
+    nodes = values.get("num_nodes") or (size if "local_rank" not in values else 1)
+    local = values.get("local_size") or max(1, size // nodes)
+    values.setdefault("local_rank", rank % local)
+    values.setdefault("node_rank", rank // local)  # true for ranks laid out node by node, the default everywhere
+    values["num_nodes"] = values.get("num_nodes") or max(1, -(-size // local))
+    values["local_size"] = local
+    _check(rank, size, variables.sources)
+    known = Placement(**values, launcher=launcher, launched=True)
+    return Placement(**{**vars(known), **_main(variables, known), "sources": variables.sources})
+
+
+def _complete_slurm(values: dict[str, int], variables: _Variables) -> None:
+    """How many tasks this node has, from a list such as `4(x2),3`."""
+    hosts = variables.first("num_nodes", _SLURM_HOSTS) if "num_nodes" not in values else None
+    values["num_nodes"] = values.get("num_nodes") or len(expand_hosts(hosts or "localhost"))
+    counts: list[int] = []
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.first("local_size", names) or ""):
+        counts.extend([int(count)] * int(times or 1))
+    node = values.get("node_rank", 0)
+    if len(counts) == values["num_nodes"] and sum(counts) == values["size"] and node < len(counts):
+        values["local_size"] = counts[node]
+
+
+def _complete_xla(values: dict[str, int], variables: _Variables) -> None:
+    hosts = variables.first("num_nodes", ("TPU_WORKER_HOSTNAMES",)) or "localhost"
+    values["num_nodes"] = len(hosts.split(","))
+    local = values.setdefault("local_size", 1)
+    values["size"] = values["num_nodes"] * local
+    values["rank"] = values.get("node_rank", 0) * local + values["local_rank"]
+
+
+def _main(variables: _Variables, known: Placement) -> dict[str, str | int]:
+    """Address and port of rank 0: as exported, else from what the launcher tells of hosts and job."""
+    port = variables.number("main_port", ("MASTER_PORT",))
+    address = variables.first("main_address", ("MASTER_ADDR",))
+    if address is None:
+        address = _LOCALHOST if known.num_nodes == 1 else _first_host(variables, known)
+    if port is None:
+        job = variables.first("main_port", ("SLURM_JOB_ID", "LSB_JOBID")) if known.launched else None
+        step = variables.environ.get("SLURM_STEP_ID") or "0"
+        digits = [int(number) for number in (job, step) if number is not None and number.isdigit()]
+        # Every rank has to come to the same port, and two jobs on one node to two; below the ephemeral range.
+        port = 15000 + sum(digits) % 10000 if job else _DEFAULT_PORT
+    return {"main_address": address, "main_port": port}
+
+
+def _first_host(variables: _Variables, known: Placement) -> str:
+    hosts = expand_hosts(variables.first("main_address", _SLURM_HOSTS) or "")
+    if not hosts:
+        path = variables.first("main_address", ("LSB_DJOB_RANKFILE", "PBS_NODEFILE"))
+        hosts = list(dict.fromkeys(Path(path).read_text().split())) if path and Path(path).exists() else []
+        if known.launcher == "lsf" and len(hosts) > known.num_nodes:
+            hosts = hosts[1:]  # the launch node stands first, and no rank runs there
+    return hosts[0] if hosts else ""
+
+
+def _expand(part: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part] if part else []
+    ranges, _, tail = rest.partition("]")
+    names: list[str] = []
+    for low, high in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+        middles = [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
+        names += [f"{head}{middle}{end}" for middle in middles for end in _expand(tail) or [""]]
+    return names
+
+
+def _check(rank: int, size: int, sources: Mapping[str, str]) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"Expected a rank from 0 to the number of processes less one. Received: {sources.get('rank')}={rank}, "
+            f"{sources.get('size')}={size}. Unset both to run one process, or start all of them with one launcher."
+        )
+
+
+def _candidates(name: str) -> tuple[str, ...]:
+    known = ("DRIVETRAIN_", "ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "HF_", "SLURM_")
+    return (name,) if name.startswith(known) else (f"DRIVETRAIN_{name}", f"ACCELERATE_{name}")
+
+
+def _integer(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"Expected an integer. Received: {name}={value!r}. Correct or unset it.") from None
+
+
+def _replace(environ: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
