@@ -1,0 +1,98 @@
+"""Which checkpoints to keep: a plan is made before one is written, and carried out once it is on the disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Callable, Iterable
+
+from ..strategies.checkpoint import complete, remove
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The checkpoints of one callback that are on the disk, by path."""
+
+    scores: dict[str, float] = field(default_factory=dict)  # oldest first
+    last: str = ""  # kept beside them: what the link "last" points to, or what a crash left
+    best: str = ""
+    best_score: float | None = None
+    new: str = ""  # the checkpoint whose coming ...
+    doomed: dict[str, float] = field(default_factory=dict)  # ... lets these go
+
+    def admit(
+        self, path: str, score: float, *, limit: int, rank: Callable[[float], float] | None, last: bool
+    ) -> Kept | None:
+        """Return what is kept once ``path`` is on the disk, or None if ``path`` would not be.
+
+        At most ``limit`` (-1: any number) are kept: those whose score ``rank`` makes smallest, of equals the earlier, or without
+        ``rank`` the newest; and the ``last``.
+        """
+        scores = {name: value for name, value in self.scores.items() if name != path}
+        if limit:
+            scores[path] = score
+        if 0 < limit < len(scores):
+            del scores[worst(scores, rank)]
+        if path not in scores and not last:
+            return None
+        new = replace(self, scores=scores, last=path if last else "", new=path)
+        better = rank is None or rank(score) < rank(math.nan if self.best_score is None else self.best_score)
+        if path in scores and better:
+            new = replace(new, best=path, best_score=None if rank is None else score)
+        gone = {self.last: math.nan, **self.scores} if self.last else self.scores
+        return replace(new, doomed={n: v for n, v in gone.items() if n not in scores and n not in (new.last, path)})
+
+    def found(self, folder: str, here: str) -> Kept:
+        """Return what of this is on the disk and ours, for a run that saved into ``folder`` and goes on in ``here``.
+
+        A folder that was moved is followed; in another folder nothing is ours to remove. Where a crash came before ``new`` was
+        complete, those that it was to replace stay.
+        """
+        if folder != here and os.path.isdir(folder):
+            return Kept(best=self.best, best_score=self.best_score)
+
+        def moved(path: str) -> str:
+            return os.path.join(here, os.path.basename(path)) if path else ""
+
+        def there(scores: dict[str, float]) -> dict[str, float]:
+            return {moved(path): score for path, score in scores.items() if complete(Path(moved(path)))}
+
+        scores, doomed = there(self.scores), there(self.doomed)
+        if self.new and not complete(Path(moved(self.new))):
+            scores, doomed = {**doomed, **scores}, {}
+        last = next(iter(there({self.last: math.nan} if self.last else {})), "")
+        return Kept(scores, last, moved(self.best), self.best_score, "", doomed)
+
+
+def worst(scores: dict[str, float], rank: Callable[[float], float] | None) -> str:
+    """Return the path that goes first: of the largest rank, of equals the latest; without ``rank`` the oldest."""
+    return next(iter(scores)) if rank is None else max(reversed(scores), key=lambda path: rank(scores[path]))
+
+
+def discard(paths: Iterable[str]) -> None:
+    """Remove checkpoints; one that cannot be removed is warned about."""
+    for path in paths:
+        try:
+            remove(Path(path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            warnings.warn(
+                f"Expected to remove an old checkpoint. Received: {error}. Remove {path} by hand.", stacklevel=2
+            )
+
+
+def point(link: Path, target: Path) -> None:
+    """Let ``link`` point to ``target`` by a relative path, without a moment in which it points nowhere."""
+    unfinished = link.with_name(f".{link.name}.{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    try:
+        unfinished.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+        os.replace(unfinished, link)
+    except OSError as error:
+        warnings.warn(
+            f"Expected a folder that can hold links. Received: {error}. The newest checkpoint is {target}.", stacklevel=2
+        )
