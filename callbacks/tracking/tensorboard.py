@@ -1,0 +1,169 @@
+"""Tracking into TensorBoard's event files.
+
+Events are written by the writer's own thread and flushed every 30 seconds, before a checkpoint and at the end; never at
+each call.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.plugins.hparams.api_pb2 import Status
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from .base import GeneralTracker, on_main_process
+from .values import flatten, plain, settle
+
+FLUSH_SECONDS = 30
+
+_FILES = "events.out.tfevents.*"
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Tracks into event files in `logging_dir/run_name`; the native object is torch's `SummaryWriter`.
+
+    `kwargs` are the writer's. Hyperparameters appear in the HPARAMS tab, nested ones as "a/b/0". With `resume_step`,
+    what was logged after that step is hidden, and what the step has already is not logged twice.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir) / run_name
+        self._options = {"flush_secs": FLUSH_SECONDS, **kwargs}
+        self._logged: set[str] = set()  # tags that the step has at which a run goes on
+        self._end: Any = None  # what closes the session in the HPARAMS tab
+        self._refused: set[str] = set()
+
+    @on_main_process
+    def start(self) -> None:
+        """Open an event file."""
+        if self.resume_step is not None and any(self.logging_dir.glob(_FILES)):
+            self._logged = _tags(self.logging_dir, self.resume_step)
+            self._options.setdefault("purge_step", self.resume_step + 1)
+            _wait_for_a_later_name(self.logging_dir)
+        self.writer = SummaryWriter(str(self.logging_dir), **self._options)
+
+    @property
+    def tracker(self) -> SummaryWriter:
+        """The writer."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters; other values than numbers, strings and booleans as text."""
+        simple = {name: _simple(value) for name, value in flatten(plain(values)).items()}
+        experiment, start, self._end = hparams(simple, {})
+        writer = self.writer._get_file_writer()  # add_hparams would make a folder of its own for it
+        writer.add_summary(experiment)
+        writer.add_summary(start)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as scalars, strings as text, a dict of numbers as curves of one chart."""
+        kwargs.setdefault("walltime", self.logged_at)
+        again = self._logged if step is not None and step == self.resume_step else ()
+        for name, value in values.items():
+            if name not in again and f"{name}/text_summary" not in again:
+                self._log_one(name, settle(value), step, kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log batches of images; `dataformats` and other options are those of `SummaryWriter.add_images`."""
+        for name, value in values.items():
+            self.writer.add_images(name, value, global_step=step, **kwargs)
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write out what the writer holds."""
+        self.writer.flush()
+
+    @on_main_process
+    def fail(self, error: str) -> None:
+        """Mark the session as failed and write the error as text."""
+        if self._end is not None:
+            metadata = self._end.value[0].metadata.plugin_data
+            data = HParamsPluginData.FromString(metadata.content)
+            data.session_end_info.status = Status.Value("STATUS_FAILURE")
+            metadata.content = data.SerializeToString()
+        self.writer.add_text("error", error)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the writer."""
+        if self._end is not None:
+            self.writer._get_file_writer().add_summary(self._end)
+        self.writer.close()
+
+    def _log_one(self, name: str, value: Any, step: int | None, options: dict[str, Any]) -> None:
+        if isinstance(value, str):
+            self.writer.add_text(name, value, global_step=step, **options)
+        elif isinstance(value, (int, float)):
+            self.writer.add_scalar(name, value, global_step=step, **options)
+        elif isinstance(value, dict) and _numbers(flat := flatten(value)):
+            self.writer.add_scalars(name, flat, global_step=step, **options)
+        elif isinstance(value, (list, tuple)) and _numbers(flat := flatten({name: value})):
+            for key, item in flat.items():
+                self.writer.add_scalar(key, item, global_step=step, **options)
+        elif name not in self._refused:
+            self._refused.add(name)
+            warnings.warn(
+                f"Expected numbers, strings, or dicts or lists of numbers to log to TensorBoard. Received: {name} of "
+                f"type {type(value).__name__}, which is left out. Use the writer itself, or log_images.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _numbers(values: dict[str, Any]) -> bool:
+    return all(isinstance(value, (int, float)) for value in values.values())
+
+
+def _simple(value: Any) -> float | int | str | bool:
+    return value if isinstance(value, (int, float, str)) else str(value)
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Let the second pass in which the newest file was made: readers order files by name, which begins with it."""
+    newest = max(path.name.split(".")[3] for path in folder.glob(_FILES))
+    if newest.isdigit() and 0 <= int(newest) - int(time.time()) <= 1:
+        time.sleep(int(newest) + 1 - time.time())
+
+
+def _tags(folder: Path, step: int) -> set[str]:
+    """Return the tags that a step has in a folder's event files, without what a later session has hidden."""
+    tags: set[str] = set()
+    for path in sorted(folder.glob(_FILES)):
+        for event in _events(path):
+            if event.session_log.status == SessionLog.START and event.step <= step:
+                tags.clear()
+            elif event.step == step:
+                tags.update(value.tag for value in event.summary.value)
+    return tags
+
+
+def _events(path: Path) -> Iterator[Event]:
+    """Yield a file's events up to a torn one.
+
+    A record is its length (8 bytes, little-endian), 4 bytes of checksum, the data, 4 bytes of checksum
+    (tensorflow.org/tutorials/load_data/tfrecord). TensorBoard's own reader computes the checksums in Python.
+    """
+    with open(path, "rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack_from("<Q", header)
+            data = file.read(length + 4)
+            if len(data) < length + 4:
+                return
+            yield Event.FromString(data[:length])

@@ -1,0 +1,113 @@
+"""What trackers can take: plain copies of values, and nested values made flat."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_SIMPLE = (float, int, str, bool, type(None))
+_LONGEST_LIST = 1000  # elements of a tensor or an array that are written out
+
+
+def snapshot(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy that later changes in place of a tensor, an array or a dict do not reach.
+
+    A value on an accelerator is copied there, without waiting for it; `settle` reads it when there is time.
+    """
+    return {str(name): value if type(value) in _SIMPLE else _copied(value) for name, value in values.items()}
+
+
+def settle(value: Any) -> Any:
+    """Return `value` with each scalar tensor or array as a Python number; waits for accelerators."""
+    if type(value) in _SIMPLE:
+        return value
+    if isinstance(value, dict):
+        return {name: settle(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(settle(item) for item in value)
+    if isinstance(value, _Pending):
+        return settle(value.tensor())
+    return value.item() if _is_scalar(value) else value
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as dicts, lists, strings, numbers, booleans and None, as JSON and YAML hold them.
+
+    Numbers keep their value. What has no such form becomes its text: a path, a dtype, a class, a function, an object.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return _written(value)
+
+
+def flatten(values: Mapping[str, Any], *, separator: str = "/") -> dict[str, Any]:
+    """Return nested dicts and lists as one flat dict: `{"a": {"b": [5]}}` gives `{"a/b/0": 5}`.
+
+    An empty dict or list stays as the text "{}" or "[]", so that its name is not lost.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        items = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        if not isinstance(items, Mapping):
+            flat[str(name)] = value
+        elif not items:
+            flat[str(name)] = "[]" if isinstance(value, (list, tuple)) else "{}"
+        else:
+            inner = flatten(items, separator=separator)
+            flat.update({f"{name}{separator}{key}": item for key, item in inner.items()})
+    return flat
+
+
+class _Pending:
+    """A copy that an accelerator is still making."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach().clone()
+        self._copied = torch.Event(tensor.device)
+        self._copied.record(torch.accelerator.current_stream(tensor.device))
+
+    def tensor(self) -> torch.Tensor:
+        self._copied.synchronize()
+        return self._tensor.cpu()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.device.type in ("cpu", "meta") else _Pending(value)
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return hasattr(value, "item") and getattr(value, "ndim", None) == 0
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, _Pending):
+        return plain(value.tensor())
+    if _is_scalar(value):
+        return plain(value.item())
+    if hasattr(value, "tolist") and getattr(value, "size", None) is not None:
+        count = value.numel() if isinstance(value, torch.Tensor) else value.size
+        return plain(value.tolist()) if count <= _LONGEST_LIST else f"{type(value).__name__}{tuple(value.shape)}"
+    if isinstance(value, type) or hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
