@@ -1,0 +1,58 @@
+"""The `drivetrain` command: finds a subcommand's file, and answers --help and --version without importing torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "fit": ("run", "train a model, with validation"),
+    "validate": ("run", "evaluate on the validation data"),
+    "test": ("run", "evaluate on the test data"),
+    "predict": ("run", "predict"),
+}
+"""Subcommand → (file in this folder that has a ``main(command, args)``, what it does)."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run `drivetrain ARGS` (default: the process's arguments) and return its exit status: 2 for wrong usage."""
+    args = list(sys.argv[1:] if args is None else args)
+    command = args.pop(0) if args else "--help"
+    if command in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0
+    if command == "--version":
+        from ... import __version__
+
+        print(f"drivetrain {__version__}")
+        return 0
+    if command not in COMMANDS:
+        return _unknown(command)
+    return import_module(f".{COMMANDS[command][0]}", __package__).main(command, args)
+
+
+def usage() -> str:
+    """Return what `drivetrain --help` prints."""
+    rows = "".join(f"  {name:<10}{text}\n" for name, (_, text) in COMMANDS.items())
+    return (
+        "usage: drivetrain COMMAND [--config FILE] [--KEY=VALUE ...]\n\n"
+        "Trains PyTorch models from a config file.\n\n"
+        f"commands:\n{rows}\n"
+        "options:\n"
+        "  -h, --help            show this help, or that of a command: drivetrain fit --help\n"
+        "  --version             show the version\n\n"
+        "A first run: drivetrain fit --config run.yaml --trainer.max_epochs=3\n"
+    )
+
+
+def _unknown(command: str) -> int:
+    import difflib
+
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    advice = f"Did you mean {near[0]}?" if near else "Place the command first: drivetrain fit --config run.yaml."
+    print(
+        f"drivetrain: error: Expected one of {', '.join(COMMANDS)}. Received: {command!r}. {advice}",
+        file=sys.stderr,
+    )
+    return 2

@@ -1,0 +1,109 @@
+"""The parser behind the commands: jsonargparse with drivetrain's keys, and its errors said in one message."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any, Literal, Optional, Union
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import document
+from .classes import preload
+from .explain import explain
+from .help import KEYS
+from .sources import ConstructionError, Layer, UsageError
+
+_MODE = "drivetrain"
+
+
+class RunParser(ArgumentParser):
+    """Reads the keys of a run; `add_argument`, `add_class_arguments` and `link_arguments` are those of jsonargparse."""
+
+    def __init__(self, **options: Any) -> None:
+        import yaml
+
+        set_loader(_MODE, document.read, exceptions=(yaml.YAMLError,))
+        super().__init__(
+            **{"exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE, "print_config": None, **options}
+        )
+        self.add_argument("-c", "--config", action="config", help=KEYS["config"])
+
+    def add_seed(self, default: bool | int | None) -> None:
+        """Add seed_everything, the seed of the whole run."""
+        kind = Union[int, bool, None]
+        self.add_argument("--seed_everything", type=kind, default=default, help=KEYS["seed_everything"])
+
+    def add_checkpoint_keys(self) -> None:
+        """Add what a run starts from."""
+        for key in ("ckpt_path", "resume"):
+            self.add_argument(f"--{key}", type=Optional[str], default=None, help=KEYS[key])
+
+    def add_class(self, key: str, base: type, *, by_path: bool, required: bool) -> None:
+        """Add a class under ``key``: its arguments, or (``by_path``) class_path and init_args of a subclass."""
+        if by_path:
+            self.add_subclass_arguments(base, key, required=required, fail_untyped=False, help=KEYS.get(key))
+        else:
+            self.add_class_arguments(base, key, fail_untyped=False)
+
+    def add_optimizer_keys(self) -> None:
+        """Add optimizer, lr_scheduler and lr_scheduler_config; neither class is built by the parser."""
+        options = {"required": False, "instantiate": False, "fail_untyped": False}
+        self.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, **options)
+        self.add_subclass_arguments(LRScheduler, "lr_scheduler", skip={"optimizer"}, **options)
+        settings = {
+            "interval": (Literal["epoch", "step"], "epoch", "unit of frequency"),
+            "frequency": (int, 1, "step the scheduler every so many units"),
+            "monitor": (Optional[str], None, "metric that a plateau scheduler reads"),
+            "strict": (bool, True, "a missing metric is an error"),
+            "name": (Optional[str], None, "name in the logs"),
+        }
+        for name, (kind, default, text) in settings.items():
+            self.add_argument(f"--lr_scheduler_config.{name}", type=kind, default=default, help=text)
+
+    def keys(self) -> set[str]:
+        """Return the dotted keys that the parser knows."""
+        return {action.dest for action in self._actions if action.dest != "help" and not action.dest.endswith(".help")}
+
+    def read(self, layers: Sequence[Layer]) -> Namespace:
+        """Return the resolved settings; raises UsageError with one clear message."""
+        preload(layers)
+        try:
+            return self.parse_args([token for layer in layers for token in layer.argument])
+        except ArgumentError as error:
+            raise UsageError(explain(str(error), layers)) from None
+
+    def resolved(self, config: Namespace) -> dict[str, Any]:
+        """Return the settings as plain values, every default included, as they go into a file."""
+        tree = document.read(self.dump(config, skip_unset=False, skip_validation=True))
+        return {key: value for key, value in tree.items() if key != "config"}
+
+
+def construct(parser: RunParser, config: Namespace) -> Namespace:
+    """Build the objects that ``config`` names; an exception of a constructor becomes a ConstructionError."""
+    failures: list[tuple[type, Exception]] = []
+
+    def build(cls: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return cls(*args, **kwargs)
+        except Exception as error:
+            failures.append((cls, error))
+            raise
+
+    try:
+        return parser.instantiate(config, instantiators=[(build, object, True)])
+    except Exception as error:
+        if failures:  # the innermost; what wraps it only repeats its text
+            raise ConstructionError(_failed_constructor(*failures[0])) from failures[0][1]
+        raise UsageError(explain(str(error), ())) from None
+
+
+def _failed_constructor(cls: type, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call itself
+    where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return (
+        f"Expected {cls.__module__}.{cls.__qualname__} to be built from its init_args. "
+        f"Received: {type(error).__name__}: {error}{where}. Correct its init_args or the class."
+    )
