@@ -1,15 +1,73 @@
 """The Accelerator: one object between a hand-written training loop and the engine that runs it.
 
-It is composed of a Strategy (what the engine does), a World (which processes there are), a Precision, a
-GradientState (where in an accumulation window the loop is) and trackers, and forwards to them.
+It is composed of a Strategy (what the engine does), a World (which processes there are), a Precision, a GradientState
+(where in an accumulation window the loop is), the contents of a checkpoint and trackers, and forwards to them. Names,
+arguments and defaults are those of Accelerate 1.15; `strategy`, `device`, `seed` and the few methods marked so are
+drivetrain's.
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ContextManager, TypeVar, overload
+import gc
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
 
 import torch
+from torch.utils.hooks import RemovableHandle
+
+from .. import strategies
+from ..callbacks.tracking import trackers
+from ..strategies import collectives, environment, random
+from ..strategies.accumulation import Accumulation, Window
+from ..strategies.base import Strategy, is_scheduler, parameters_of
+from ..strategies.checkpoint.format import Checkpoint, Writer
+from ..strategies.checkpoint.tensors import save_weights
+from ..strategies.contents import Contents
+from ..strategies.data.loader import skip_first_batches
+from ..strategies.gradients import GradientState
+from ..strategies.optimizer import unwrap_optimizer
+from ..strategies.precision import NOTHING, Precision
+from ..strategies.settings import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedType,
+    FP8BackendType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    check_num_steps,
+    not_in_this_version,
+)
+from ..strategies.state import AcceleratorState
+from ..strategies.world import World
+from .given import (
+    accumulation_plugin,
+    compilation_plugin,
+    handlers_by_type,
+    loader_configuration,
+    parameter_list,
+    project_configuration,
+    refuse_absent_engines,
+)
+from .naming import found_checkpoint, next_checkpoint, remove_old, require_safe, run_save_hooks, save_tensors
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
@@ -20,7 +78,32 @@ T6 = TypeVar("T6")
 
 
 class Accelerator:
-    """Prepares models, optimizers, loaders and schedulers, and runs the distributed and mixed-precision side of a loop."""
+    """Runs the distributed and mixed-precision side of a training loop that the user writes.
+
+    Args:
+        device_placement: models, optimizer state and batches are moved to this process's device.
+        split_batches: a loader's batch size is the global one, divided among the processes.
+        mixed_precision: "no", "fp16", "bf16", or the Trainer's words: "32-true", "bf16-mixed", "16-mixed",
+            "bf16-true", "16-true", "64-true".
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        cpu: use the CPU though there is an accelerator.
+        dataloader_config: how prepared loaders share data.
+        rng_types: accepted as it is; order and augmentation are functions of seed and epoch here.
+        log_with: trackers by name ("all" for every one installed), or tracker objects.
+        project_dir: where checkpoints and logs lie; `project_config` says more.
+        gradient_accumulation_plugin: how gradients are accumulated, instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: schedulers step as their optimizers do (see AcceleratedScheduler); False: exactly
+            when called.
+        kwargs_handlers: option objects, one of a type (AutocastKwargs, DistributedDataParallelKwargs, …).
+        dynamo_backend: compiles prepared models; `dynamo_plugin` says more.
+        strategy: drivetrain's: an engine by name or as an object; None for one device, or DDP under a launcher.
+        device: drivetrain's: this process's device, e.g. "cpu" or "cuda:1".
+        seed: drivetrain's: seeds torch, numpy and random, and fixes the order of samples.
+
+    Raises:
+        ValueError: values that contradict each other or do not exist; the message shows them.
+        NotImplementedError: a plugin of an engine that is not part of this version.
+    """
 
     def __init__(
         self,
@@ -29,134 +112,794 @@ class Accelerator:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        dataloader_config: Any = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
         fsdp_plugin: Any = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
-        rng_types: list | None = None,
+        rng_types: list[Any] | None = None,
         log_with: Any = None,
-        project_dir: Any = None,
-        project_config: Any = None,
-        gradient_accumulation_plugin: Any = None,
+        project_dir: str | os.PathLike | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: list | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         *,
-        strategy: Any = None,
+        strategy: str | Strategy | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        refuse_absent_engines(
+            DeepSpeedPlugin=deepspeed_plugin or deepspeed_plugins, FullyShardedDataParallelPlugin=fsdp_plugin,
+            TorchTensorParallelPlugin=torch_tp_plugin, MegatronLMPlugin=megatron_lm_plugin,
+            ParallelismConfig=parallelism_config,
+        )  # fmt: skip
+        plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.dynamo_plugin = compilation_plugin(dynamo_backend, dynamo_plugin)
+        self.dataloader_config = loader_configuration(dataloader_config, split_batches)
+        self.project_configuration = project_configuration(project_config, project_dir)
+        self.profile_handler: ProfileKwargs | None = None
+        self.strategy, self.precision = self._set_up(strategy, device, cpu, mixed_precision, kwargs_handlers)
+        self.world: World = self.strategy.world
+        self.gradient_state = GradientState(plugin)
+        self.state = AcceleratorState(self.precision.mixed_precision, dynamo_plugin=self.dynamo_plugin)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = rng_types
+        self.log_with = log_with
+        self.trackers: list[Any] = []
+        self.grad_norm: torch.Tensor | None = None
+        self._seed = seed
+        if seed is not None:
+            random.set_seed(seed)
+        self._contents = Contents()
+        self._window = Window(self.gradient_state, self.world, self._all_parameters)
+        self._accumulation = self._new_accumulation(())
+        self._triggered = False
+        self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
-    # Public attributes: strategy world precision state gradient_state scaler trackers project_configuration
-    # dataloader_config step_scheduler_with_optimizer device_placement step (micro-batches in this window) flag_tensor
-    strategy: Any
-    world: Any
-    precision: Any
-    scaler: Any
-    grad_norm: torch.Tensor | None      # the total norm that clip_grad_norm_ measured last
-    skipped_steps: int                  # optimizer steps that the scaler skipped
-    trackers: list
+    def _set_up(
+        self, strategy: Any, device: Any, cpu: bool, mixed_precision: Any, kwargs_handlers: list[KwargsHandler] | None
+    ) -> tuple[Strategy, Precision]:
+        handlers = handlers_by_type(kwargs_handlers)
+        self.profile_handler = handlers.get(ProfileKwargs)
+        placement = environment.detect()
+        engine = strategies.create(strategy, size=placement.size)
+        engine.setup(placement, device=device, cpu=cpu or environment.flag("USE_CPU"), settings=handlers)
+        AcceleratorState.establish(engine)
+        word = mixed_precision if mixed_precision is not None else environment.text("MIXED_PRECISION")
+        precision = engine.precision(
+            word, autocast=handlers.get(AutocastKwargs), scaler=handlers.get(GradScalerKwargs)
+        )
+        return engine, precision
 
-    # properties
-    distributed_type: Any
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    device: torch.device
-    is_main_process: bool
-    is_local_main_process: bool
-    is_last_process: bool
-    use_distributed: bool
-    multi_device: bool
-    mixed_precision: str                # "no" "fp16" "bf16" as given by Accelerate's words; precision.name has the Trainer's
-    split_batches: bool
-    dispatch_batches: bool | None
-    even_batches: bool
-    use_seedable_sampler: bool
-    non_blocking: bool
-    use_stateful_dataloader: bool
-    project_dir: str | None
-    logging_dir: str | None
-    save_iteration: int
-    should_save_model: bool
-    sync_gradients: bool                # settable
-    gradient_accumulation_steps: int    # settable; a change takes effect at the next window's start
-    optimizer_step_was_skipped: bool
+    # Where this process stands
 
-    # preparing
+    @property
+    def distributed_type(self) -> DistributedType:
+        """A label for what kind of distribution runs."""
+        return self.strategy.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return self.world.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.world.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self.world.rank == self.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.world.size > 1
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes, each on a device of its own."""
+        return self.world.size > 1
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes the model: the first one."""
+        return self.world.rank == 0
+
+    # Settings in force
+
+    @property
+    def mixed_precision(self) -> str:
+        """Accelerate's word for the precision: "no", "fp16" or "bf16"; `precision.name` says it in full."""
+        return self.precision.mixed_precision
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of float16 losses; None in every other precision."""
+        return self.precision.scaler
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global one."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the first process reads the data for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether samples are repeated so that all processes have equally many batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As given; the order of samples is a function of seed and epoch in any case."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether `load_state` puts loaders back to their position within the epoch."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | None:
+        """The project's folder."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the project's logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint under automatic naming."""
+        return self.project_configuration.iteration
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not part of this version."""
+        return None
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: meshes of several kinds of parallelism are not part of this version."""
+        return None
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None: meshes of several kinds of parallelism are not part of this version."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """False: FSDP is not part of this version."""
+        return False
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """False: meshes of several kinds of parallelism are not part of this version."""
+        return False
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Not part of this version: raises NotImplementedError, as its neighbours below do."""
+        raise not_in_this_version("tensor_parallel_rank", "process_index")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Not part of this version."""
+        raise not_in_this_version("pipeline_parallel_rank", "process_index")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Not part of this version."""
+        raise not_in_this_version("context_parallel_rank", "process_index")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's rank among the replicas of the model."""
+        return self.world.rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Not part of this version."""
+        raise not_in_this_version("data_parallel_shard_rank", "data_parallel_rank")
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """`NO`: fp8 is not part of this version."""
+        return FP8BackendType.NO
+
+    # Preparing
+
     @overload
     def prepare(self, a: T1, /, *, device_placement: list[bool] | None = None) -> T1: ...
     @overload
     def prepare(self, a: T1, b: T2, /, *, device_placement: list[bool] | None = None) -> tuple[T1, T2]: ...
+    @overload
+    def prepare(self, a: T1, b: T2, c: T3, /, *, device_placement: list[bool] | None = None) -> tuple[T1, T2, T3]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, d: T4, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, d: T4, e: T5, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, d: T4, e: T5, f: T6, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
+    @overload
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
-    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any: ...
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any: ...
-    def prepare_scheduler(self, scheduler: Any) -> Any: ...
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares models, optimizers, loaders and schedulers, in any order; returns them in the same order.
+
+        `device_placement` says for each object whether it is moved to the device. Other objects come back as they are.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ValueError(
+                f"Expected device_placement for each of {len(args)} objects. Received: {len(device_placement)} values. "
+                "Give one True or False for each object."
+            )
+        places = {id(obj): place for obj, place in zip(args, device_placement or [])}
+        prepared = self.strategy.prepare(args, lambda obj: self._prepare_one(obj, places.get(id(obj))))
+        return prepared[0] if len(args) == 1 else tuple(prepared)
+
+    def _prepare_one(self, obj: Any, place: bool | None) -> Any:
+        if isinstance(obj, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(obj, device_placement=place)
+        if isinstance(obj, torch.nn.Module):
+            return self.prepare_model(obj, device_placement=place)
+        if isinstance(obj, torch.optim.Optimizer):
+            return self.prepare_optimizer(obj, device_placement=place)
+        return self.prepare_scheduler(obj) if is_scheduler(obj) else obj
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Returns the model on the device, in the run's precision, wrapped and compiled as the run asks for it.
+
+        `evaluation_mode=True` says that it will not be trained: no wrapper that reduces gradients is put around it.
+        """
+        if any(model is known for known in self._contents.models):
+            return model
+        place = self.device_placement if device_placement is None else device_placement
+        self.verify_device_map(model)
+        prepared = self.strategy.prepare_model(
+            model, self.precision, place=place, evaluation=evaluation_mode, dynamo=self.dynamo_plugin
+        )
+        self._contents.models.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Returns the optimizer in an AcceleratedOptimizer, which steps at the end of accumulation windows."""
+        if any(optimizer is known for known in self._contents.optimizers):
+            return optimizer
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = self.strategy.prepare_optimizer(optimizer, self.precision, place=place)
+        self._contents.optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Returns the scheduler in an AcceleratedScheduler, in step with its optimizer."""
+        if any(scheduler is known for known in self._contents.schedulers):
+            return scheduler
+        prepared = self.strategy.prepare_scheduler(
+            scheduler, self._contents.optimizers, step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )  # fmt: skip
+        self._contents.schedulers.append(prepared)
+        return prepared
+
     def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Callable | None = None
-    ) -> Any: ...
-    def entry(self, model: Any, method: str, *, manual: bool = False) -> Callable:
-        """The user's method routed through the engine; manual=True when the method itself calls backward."""
+        self,
+        data_loader: torch.utils.data.DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable | None = None,
+    ) -> Any:
+        """Returns the loader that gives this process its share of the data, on its device."""
+        if any(data_loader is known for known in self._contents.loaders):
+            return data_loader
+        place = self.device_placement if device_placement is None else device_placement
+        options = {} if slice_fn_for_dispatch is None else {"slice_fn_for_dispatch": slice_fn_for_dispatch}
+        prepared = self.strategy.prepare_loader(
+            data_loader, device=self.device, put_on_device=place, seed=self._data_seed(),
+            config=self.dataloader_config, gradient_state=self.gradient_state, non_blocking=self.non_blocking,
+            **options,
+        )  # fmt: skip
+        self._contents.loaders.append(prepared)
+        return prepared
 
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any: ...
+    def _data_seed(self) -> int:
+        for seed in (self.dataloader_config.data_seed, self._seed):
+            if seed is not None:
+                return seed
+        return self.world.broadcast_object(random.run_seed())
 
-    # a step
-    def accumulate(self, *models: Any) -> ContextManager: ...
-    def no_sync(self, model: Any) -> ContextManager: ...
-    def autocast(self, autocast_handler: Any = None) -> ContextManager: ...
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None: ...
-    def unscale_gradients(self, optimizer: Any = None) -> None: ...
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor: ...
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None: ...
-    def join_uneven_inputs(self, joinables: list, even_batches: bool | None = None) -> ContextManager: ...
-    def set_trigger(self) -> None: ...
-    def check_trigger(self) -> bool: ...
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Not part of this version."""
+        raise not_in_this_version("deepspeed_ulysses_dl_adapter", "prepare_data_loader")
 
-    # collectives
-    def gather(self, tensor: Any) -> Any: ...
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any: ...
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any: ...
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any: ...
-    def wait_for_everyone(self) -> None: ...
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> ContextManager: ...
-    def main_process_first(self) -> ContextManager: ...
-    def local_main_process_first(self) -> ContextManager: ...
-    def on_main_process(self, function: Callable | None = None) -> Callable: ...
-    def on_local_main_process(self, function: Callable | None = None) -> Callable: ...
-    def on_last_process(self, function: Callable) -> Callable: ...
-    def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Callable: ...
-    def on_local_process(self, function: Callable | None = None, local_process_index: int | None = None) -> Callable: ...
-    def print(self, *args: Any, **kwargs: Any) -> None: ...
+    def entry(self, model: Any, method: str, *, manual: bool = False) -> Callable[..., Any]:
+        """Drivetrain's: returns a method of the user's module, routed as the engine needs it.
 
-    # trackers
-    def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None) -> None: ...
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any: ...
-    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None: ...
-    def end_training(self) -> None: ...
+        On one device it is the bound method itself. `manual=True` says that the method calls `backward` itself.
+        """
+        return self.strategy.entry(model, method, self.precision, manual=manual)
 
-    # state
-    def save(self, obj: Any, f: Any, safe_serialization: bool = True) -> None: ...
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """Returns the user's module inside a prepared one.
+
+        `keep_fp32_wrapper=False` also gives its forward back as it was before mixed precision; `keep_torch_compile`
+        keeps the wrapper of a module that was given compiled.
+        """
+        module = self.strategy.unwrap(model, keep_compiled=keep_torch_compile)
+        return module if keep_fp32_wrapper else self.precision.restore_model(module)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Returns False: a model that is spread over devices cannot be trained by several processes.
+
+        Raises:
+            ValueError: the model has a device map over several devices, and there are several processes.
+        """
+        devices = set(getattr(model, "hf_device_map", {}).values())
+        if len(devices) > 1 and self.world.size > 1:
+            raise ValueError(
+                f"Expected the model on one device. Received: a device map over {len(devices)} devices in "
+                f"{self.world.size} processes. Load it without device_map, or start one process."
+            )
+        return False
+
+    # A step
+
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+        """Returns the context of one micro-batch of these models (default: of all prepared ones).
+
+        Inside, `sync_gradients` tells whether this micro-batch is the last of its window: the `num_steps`-th, or the
+        last of the loader that is being iterated. Before that, gradients stay unreduced and optimizers do not step.
+        """
+        if models != self._accumulation.models:
+            self._accumulation = self._new_accumulation(models)
+        return self._accumulation
+
+    def _new_accumulation(self, models: tuple[Any, ...]) -> Accumulation:
+        parameters = (lambda: parameters_of(models)) if models else self._all_parameters
+        return Accumulation(self._window, self.strategy, models, parameters)
+
+    def _all_parameters(self) -> list[torch.nn.Parameter]:
+        return parameters_of(self._contents.models)
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the current window so far; 0 between windows."""
+        return self._window.count
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are complete after this micro-batch, so that optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; a new value holds from the next window on."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = check_num_steps(value)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """Returns the context in which backward passes leave this model's gradients unreduced."""
+        return self.strategy.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: Any) -> AbstractContextManager[None]:
+        """Returns the context in which a backward reduces gradients although its forward ran under `no_sync`."""
+        sync = getattr(model, "sync_in_backward", None)
+        return NOTHING if sync is None else sync()
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """Returns the context that computes in the run's precision; the handler replaces the run's options."""
+        return self.precision.autocast(autocast_handler)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Differentiates the loss of one micro-batch, scaled for the accumulation window and the precision.
+
+        `weight` (drivetrain's) is the number of items, such as tokens, that the loss is a mean over: the window's
+        gradient is then the mean over all items of all its micro-batches and processes. Give it on every process.
+
+        Raises:
+            TypeError: the loss is no tensor.
+            ValueError: the loss is no scalar or has no graph, or only some losses of a window have a weight.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"Expected the loss as a tensor. Received: {type(loss).__name__}. Compute it from the model's output."
+            )
+        self.strategy.backward(self._window.scale(loss, weight), self.precision, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Not part of this version."""
+        raise not_in_this_version("lomo_backward", "backward() and optimizer.step()")
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Brings the gradients of an optimizer (default: of all) to their true scale, once per step."""
+        optimizers = self._contents.optimizers if optimizer is None else listed(optimizer)
+        for one in optimizers:
+            self.precision.unscale(unwrap_optimizer(one))
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clips gradients at the end of a window by their total norm, and returns that norm as it was before.
+
+        Inside a window nothing is clipped, and the norm is that of the gradients so far.
+        """
+        parameters = parameter_list(parameters)
+        if self.sync_gradients:
+            self._unscale_for(parameters)
+            self.grad_norm = self.strategy.clip_norm(parameters, max_norm, norm_type)
+            return self.grad_norm
+        return self.strategy.norm(parameters, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips every element of the gradients to [-clip_value, clip_value] at the end of a window."""
+        if self.sync_gradients:
+            parameters = parameter_list(parameters)
+            self._unscale_for(parameters)
+            self.strategy.clip_value(parameters, clip_value)
+
+    def _unscale_for(self, parameters: list[torch.Tensor]) -> None:
+        """Unscales the optimizers that hold these parameters, and no other: those may have no gradients yet."""
+        if self.precision.scaler is not None:
+            ids = {id(parameter) for parameter in parameters}
+            for optimizer in self._contents.optimizers:
+                if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+                    self.precision.unscale(unwrap_optimizer(optimizer))
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's last step was skipped because its gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._contents.optimizers)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Drivetrain's: how many optimizer steps were skipped because gradients overflowed."""
+        return self.precision.skipped_steps
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Trains on data of which some processes have more batches than others.
+
+        Inside, a process that ran out of batches takes part in the others' reductions. `even_batches` replaces the
+        setting of all prepared loaders for this block.
+        """
+        before = [(loader, loader.even_batches) for loader in self._contents.loaders if hasattr(loader, "even_batches")]
+        try:
+            for loader, own in before:
+                loader.even_batches = own if even_batches is None else even_batches
+            with self.strategy.join(joinables):
+                yield
+        finally:
+            for loader, own in before:
+                loader.even_batches = own
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: sequences are never split in this version."""
+        return NOTHING
+
+    def set_trigger(self) -> None:
+        """Raises this process's flag, which `check_trigger` shows to all."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Returns, on every process, whether any of them raised its flag, and lowers it; all have to call this."""
+        raised = self.world.agree(self._triggered)
+        self._triggered = self._triggered and not raised
+        return raised
+
+    # Between processes
+
+    def gather(self, tensor: Any) -> Any:
+        """Returns nested data of tensors with those of all processes one behind the other along dimension 0."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers what was computed from one batch, each sample once.
+
+        Repeated samples in the last batch of the loader that is being iterated are left out. Data that is no tensor,
+        or `use_gather_object=True`, is gathered as a list of objects.
+        """
+        return collectives.gather_for_metrics(input_data, self.gradient_state.active_dataloader, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Returns nested data of tensors reduced over the processes ("sum", "mean" or "none"), times `scale`."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Returns nested data of tensors padded along `dim` to the longest of any process."""
+        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """Waits until every process has come here."""
+        self.world.barrier("wait_for_everyone")
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Returns a context with this process's share of a list, tuple, tensor or dict (see PartialState)."""
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Returns a context that the first process runs before all others do."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Returns a context that the first process of each machine runs before the machine's others do."""
+        return self.state.local_main_process_first()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Returns a function that runs on the first process only and gives None on the others."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Returns a function that runs on the first process of each machine only."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that runs on the last process only."""
+        return self.state.on_last_process(function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Returns a function that runs on the process of this rank only; without a function a decorator."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Returns a function that runs on the process of this rank on each machine; without a function a decorator."""
+        return self.state.on_local_process(function, local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the first process of each machine."""
+        self.state.print(*args, **kwargs)
+
+    # Trackers
+
+    def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None) -> None:
+        """Starts the trackers that `log_with` named; `config` is stored as the run's settings.
+
+        `init_kwargs` holds arguments for each tracker's constructor by the tracker's name.
+        """
+        self.trackers = trackers.start_trackers(self.log_with, project_name, config, self.logging_dir, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Returns a running tracker by name, or with `unwrap` what it writes to; a blank one where nothing tracks.
+
+        Raises:
+            ValueError: no tracker of that name was started; the message lists those that were.
+        """
+        return trackers.get_tracker(self.trackers, name, unwrap)
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Gives values to every tracker; `log_kwargs` holds further arguments by tracker name."""
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Finishes the trackers and leaves the process group; call it once, at the end of the script."""
+        trackers.finish_trackers(self.trackers)
+        self.trackers = []
+        self.world.barrier("end_training")
+        self.strategy.teardown()
+
+    # State
+
+    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = True) -> None:
+        """Writes a dict of tensors as a safetensors file, on the first process (or on each machine's, if so set).
+
+        Raises:
+            TypeError: the object holds something else; pickles are not written.
+        """
+        each_node = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if each_node else self.is_main_process:
+            save_tensors(obj, f)
+
     def save_model(
-        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
-    ) -> None: ...
-    def register_save_state_pre_hook(self, hook: Callable) -> Any: ...
-    def register_load_state_pre_hook(self, hook: Callable) -> Any: ...
-    def register_for_checkpointing(self, *objects: Any) -> None: ...
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the weights of a model as Hugging Face's libraries read them; call it on every process.
+
+        Files above `max_shard_size` are split, with an index beside them. Shared weights are stored once.
+        """
+        require_safe(safe_serialization)
+        state = self.get_state_dict(model)
+        with Writer(save_directory, world=self.world) as writer:
+            if self.is_main_process:
+                save_weights(writer, state, max_shard_size=max_shard_size)
+            writer.commit({"strategy": self.strategy.name})
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Returns the full weights of a prepared model, under the names of the user's own module."""
+        return self.strategy.state_dict(model) if unwrap else model.state_dict()
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls `hook(models, weights, output_dir)` before every `save_state`; returns a handle to remove it.
+
+        The hook may take models' weights out of the list, and write files of its own into `output_dir`.
+        """
+        return self._registered(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls `hook(models, input_dir)` before every `load_state`; models that it takes out are not loaded."""
+        return self._registered(self._load_hooks, hook)
+
+    @staticmethod
+    def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Saves and restores further objects with `save_state` and `load_state`.
+
+        An object with an attribute `per_rank = True` is saved for each process apart; else the first one's counts.
+
+        Raises:
+            ValueError: an object lacks `state_dict` or `load_state_dict`.
+        """
+        for obj in objects:
+            lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
+            if lacks:
+                raise ValueError(f"Expected state_dict and load_state_dict. Received: {obj!r} without {lacks}.")
+        self._contents.objects.extend(objects)
+
     def save_state(
-        self, output_dir: Any = None, safe_serialization: bool = True, *, metadata: dict | None = None,
-        weights_only: bool = False, **kwargs: Any,
-    ) -> str: ...
+        self,
+        output_dir: str | os.PathLike | None = None,
+        safe_serialization: bool = True,
+        *,
+        metadata: dict[str, Any] | None = None,
+        weights_only: bool = False,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Writes a checkpoint of everything prepared and registered, and returns its folder; call it on every process.
+
+        It is written beside its place and appears there complete. Without `output_dir` it is the next numbered one in
+        the project's folder `checkpoints` (automatic naming). `metadata` goes into its manifest.
+
+        Raises:
+            ValueError: no folder is given or configured.
+            CheckpointError: it could not be written; the checkpoints that were there still are.
+        """
+        require_safe(safe_serialization)
+        config = self.project_configuration
+        directory = next_checkpoint(config, output_dir)
+        with Writer(directory, world=self.world) as writer:
+            weights = [self.strategy.state_dict(model) for model in self._contents.models]
+            run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
+            self.strategy.save(
+                writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only,
+                extra={"iteration": config.iteration}, **save_model_func_kwargs,
+            )  # fmt: skip
+            described = {"strategy": self.strategy.name, "precision": self.precision.name, **(metadata or {})}
+            writer.commit(described)
+        if config.automatic_checkpoint_naming:
+            config.iteration += 1
+            if self.is_main_process:
+                remove_old(directory.parent, config.total_limit)
+        return str(directory)
+
     def load_state(
-        self, input_dir: Any = None, load_kwargs: dict | None = None, *, weights_only: bool = False, strict: bool = True,
-        **kwargs: Any,
-    ) -> dict: ...
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict: ...
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any: ...
-    def free_memory(self, *objects: Any) -> list: ...
-    def clear(self, *objects: Any) -> list: ...
-    def profile(self, profile_handler: Any = None) -> ContextManager: ...
+        self,
+        input_dir: str | os.PathLike | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> dict[str, Any]:
+        """Restores everything prepared and registered from a checkpoint, verified; returns the checkpoint's manifest.
+
+        Without `input_dir` it is the newest complete one under automatic naming. `weights_only` restores the models
+        alone; `strict=False` lets a model lack weights of the checkpoint and the other way round.
+
+        Raises:
+            ValueError: there is no checkpoint, or other objects were saved than are prepared.
+            CheckpointError: a file is missing or damaged; the message names it.
+        """
+        options = {"strict": strict, **(load_kwargs or {}), **load_model_func_kwargs}
+        checkpoint = Checkpoint.open(found_checkpoint(self.project_configuration, input_dir, self.world))
+        models = list(self._contents.models)
+        for hook in self._load_hooks.values():
+            hook(models, str(checkpoint.directory))
+        extra = self.strategy.load(
+            checkpoint, self._contents, precision=self.precision, models=models, weights_only=weights_only,
+            positions=self.use_stateful_dataloader, **options,
+        )  # fmt: skip
+        if self.project_configuration.automatic_checkpoint_naming and extra:
+            self.project_configuration.iteration = extra["iteration"] + 1
+        self.world.barrier("load_state")
+        return checkpoint.manifest
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns a view of a loader whose next iteration begins after `num_batches` batches."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Lets go of everything prepared, and frees what nobody else holds; returns a None for each given object."""
+        self._contents.clear()
+        self.precision.release()
+        self._accumulation = self._new_accumulation(())
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.memory.empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """Profiles the block by torch.profiler, and writes a Chrome trace for each process where the handler says so."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))

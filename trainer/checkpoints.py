@@ -1,0 +1,180 @@
+"""What a run puts into a checkpoint beside weights and optimizers, and how it finds one to go on from."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..strategies.checkpoint import Checkpoint, complete, load_weights, newest
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class RunState:
+    """The state of a trainer's run: counters, loader position, metrics, callbacks, hyperparameters; an entry of each checkpoint."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; collective."""
+        session = self.trainer.session
+        if session is None:
+            return {}
+        state = {
+            "hparams": dict(session.module.hparams),
+            "datamodule_hparams": dict(session.datamodule.hparams) if session.datamodule is not None else {},
+            "run_id": self.trainer.run_id,
+        }
+        if self.trainer.weights_only or session.loop is None:
+            return state
+        entries: dict[str, Any] = {}
+        session.hooks.fire("on_save_checkpoint", entries)
+        return state | {
+            "progress": self._progress(session),
+            "loader": self._position(session),
+            "metrics": session.metrics.state_dict(),
+            "callbacks": {key: callback.state_dict() for key, callback in keyed(session.callbacks).items()},
+            "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},
+            "entries": entries,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; only ``fit`` goes on from one."""
+        session = self.trainer.session
+        if session is None or session.stage != "fit" or "progress" not in state:
+            return
+        self.trainer.progress.load_state_dict(state["progress"])
+        session.train_loader.load_state_dict(state["loader"])
+        session.metrics.load_state_dict(state["metrics"])
+        for key, callback in keyed(session.callbacks).items():
+            if key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][key])
+        missing = sorted(key for key, saved in state["callbacks"].items() if saved and key not in keyed(session.callbacks))
+        if missing:
+            logger.warning("The checkpoint holds states of callbacks that this run has not: %s.", ", ".join(missing))
+        if session.datamodule is not None:
+            session.datamodule.load_state_dict(state["datamodule"])
+        session.hooks.fire("on_load_checkpoint", state["entries"])
+
+    def _progress(self, session: Session) -> dict[str, Any]:
+        state = self.trainer.progress.state_dict()
+        if not session.loop.at_edge:  # only when something raised: what was not finished is trained again
+            state["batch"], state["batches"], state["samples"] = session.loop.edge
+        return state
+
+    def _position(self, session: Session) -> dict[str, Any]:
+        state = session.train_loader.state_dict()
+        if not session.loop.at_edge:
+            done = self.trainer.progress.samples - session.loop.edge[2]
+            state["samples"] = max(0, state["samples"] - (session.train_loader.global_samples or 0) - done)
+        return state
+
+
+def keyed(callbacks: list[Any]) -> dict[str, Any]:
+    """Return the callbacks by their state keys, equal keys numbered."""
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        key, count = callback.state_key, 2
+        while key in found:
+            key, count = f"{callback.state_key}#{count}", count + 1
+        found[key] = callback
+    return found
+
+
+def find_checkpoint(trainer: Trainer, wanted: Any) -> Path | None:
+    """Return the folder that ``wanted`` means: a path, "last" (None where nothing was saved yet) or "best"."""
+    if wanted is None:
+        return None
+    if wanted == "last":
+        return last_checkpoint(trainer)
+    if wanted == "best":
+        best = next((c.best_model_path for c in trainer.checkpoint_callbacks if c.best_model_path), None)
+        if best is None:
+            raise ValueError('Expected a best checkpoint. Received: ckpt_path="best", but nothing was saved in this process. Name a path.')
+        return Path(best)
+    path = Path(wanted)
+    if not path.exists():
+        raise FileNotFoundError(f'Expected a checkpoint. Received: ckpt_path={str(wanted)!r}, which is not there. Use "last" or a path.')
+    return path
+
+
+def last_checkpoint(trainer: Trainer) -> Path | None:
+    """Return the newest complete checkpoint in the folders that this trainer saves to, runs of earlier processes included."""
+    given = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    runs = sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), key=lambda folder: folder.parent.name, reverse=True)
+    for folder in [*given, *runs]:
+        last = folder / "last"
+        if last.exists() and complete(last) and not Checkpoint.open(last, verify=False).verify():
+            return last.resolve()
+        found = newest(folder) if folder.is_dir() else None
+        if found is not None:
+            return found
+    logger.warning("No checkpoint to resume from lies in %s; the run starts from its beginning.", trainer.default_root_dir)
+    return None
+
+
+def restore(session: Session) -> None:
+    """Load the session's checkpoint into everything that is prepared."""
+    trainer, path = session.trainer, session.checkpoint
+    if path is None:
+        return
+    only_weights = session.stage != "fit"
+    strict = session.module.strict_loading
+    manifest = trainer.accelerator.load_state(path, weights_only=only_weights, strict=strict)
+    if only_weights:
+        return
+    if trainer.progress.batches == 0 and manifest.get("step"):
+        logger.warning("%s holds only weights; counters, optimizers and data begin anew.", path)
+    position, loader = trainer.progress.batch, session.train_loader
+    if manifest.get("world_size", trainer.world_size) != trainer.world_size and position:
+        trainer.progress.batch = math.ceil(loader.state_dict()["samples"] / loader.total_batch_size)
+    logger.info("Resumed from %s at epoch %d, step %d.", path, trainer.current_epoch, trainer.global_step)
+
+
+def metadata(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint's manifest says of the run."""
+    progress = trainer.progress
+    return {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "samples": progress.samples,
+        "strategy": trainer.strategy.name,
+        "world_size": trainer.world_size,
+        "run_id": trainer.run_id,
+    }
+
+
+def run_of(path: Path | None) -> str | None:
+    """Return the id of the run that a checkpoint belongs to."""
+    return Checkpoint.open(path, verify=False).manifest.get("run_id") if path is not None and complete(path) else None
+
+
+def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
+    """Return a module of class ``cls`` with the hyperparameters and weights of a checkpoint."""
+    module = cls(**{**read_hyperparameters(cls, path, "hparams"), **overrides})
+    module.load_state_dict(load_weights(Checkpoint.open(path)), strict=strict)
+    return module if map_location is None else module.to(map_location)
+
+
+def read_hyperparameters(cls: Any, path: Any, kind: str) -> dict[str, Any]:
+    """Return the saved hyperparameters that ``cls`` takes."""
+    state = run_state(Checkpoint.open(path))
+    saved = state.get("hparams" if kind == "hparams" else "datamodule_hparams", {})
+    parameters = inspect.signature(cls).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return dict(saved)
+    return {p.name: saved[p.name] for p in parameters if p.name in saved}
+
+
+def run_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what ``RunState`` saved in a checkpoint."""
+    raise NotImplementedError
+

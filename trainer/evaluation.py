@@ -1,0 +1,109 @@
+"""Validation, test and prediction: each sample once, without a trace in training."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Iterator
+
+import torch
+from torch import nn
+
+from ..strategies.random import preserved
+from .hooks import overrides
+from .module import TrainModule
+
+if TYPE_CHECKING:
+    from .session import Session
+
+_EVENT = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
+
+
+def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
+    """Run a stage over its loaders and return one row of metrics per loader ("predict": an empty list).
+
+    ``stage`` is "validate", "sanity_check", "test" or "predict". Modes of all submodules, random states and gradients are
+    afterwards as they were before. Outputs of "predict" are collected in ``session.predictions``.
+    """
+    trainer, hooks, metrics = session.trainer, session.hooks, session.metrics
+    event, outer = _EVENT[stage], trainer.stage
+    trainer.stage = stage
+    try:
+        with preserved(), evaluation_mode(session, event), torch.inference_mode(trainer.inference_mode), torch.no_grad():
+            metrics.begin(stage, batchwise=False)
+            hooks.fire(f"on_{event}_start")
+            hooks.fire(f"on_{event}_epoch_start")
+            for index, loader in enumerate(session.loaders[stage]):
+                run_loader(session, stage, event, loader, index)
+            metrics.begin(stage, batchwise=False)
+            hooks.fire(f"on_{event}_epoch_end")
+            rows = _reduced(session, stage)
+            hooks.fire(f"on_{event}_end")
+    finally:
+        trainer.stage = outer
+    return rows
+
+
+def run_loader(session: Session, stage: str, event: str, loader: Any, loader_index: int) -> None:
+    """Run the step of a stage on every batch of one loader."""
+    several = len(session.loaders[stage]) > 1
+    hooks, metrics, accelerator = session.hooks, session.metrics, session.trainer.accelerator
+    on_start, on_end = (getattr(hooks, f"on_{event}_batch_{when}") for when in ("start", "end"))
+    on_end = on_end + hooks.late[f"on_{event}_batch_end"]
+    step = session.entry(f"{event}_step")
+    rest = (loader_index,) if several else ()
+    metrics.begin(stage, batchwise=True, loader_index=loader_index if several else None)
+    keep = session.predictions[loader_index].append if stage == "predict" else None
+    for index, batch in enumerate(loader):
+        metrics.samples = loader.samples
+        for hook in on_start:
+            hook(batch, index, loader_index)
+        with accelerator.autocast():
+            outputs = step(batch, index, *rest)
+        for hook in on_end:
+            hook(outputs, batch, index, loader_index)
+        if keep is not None and session.trainer.return_predictions:
+            keep(outputs)
+
+
+@contextmanager
+def evaluation_mode(session: Session, event: str) -> Iterator[None]:
+    """Put the module into evaluation mode, and every submodule back into the mode that it had."""
+    module, hooks = session.module, session.hooks
+    modes = [(m, m.training) for m in module.modules()]
+    if overrides(module, f"on_{event}_model_eval", TrainModule):
+        hooks.fire(f"on_{event}_model_eval")
+    else:
+        module.eval()
+    try:
+        yield
+    finally:
+        restore_modes(modes)
+        hooks.fire(f"on_{event}_model_train")
+
+
+def restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Set ``training`` of each module as recorded."""
+    for module, training in modes:
+        if module.training != training:
+            module.training = training
+
+
+def _reduced(session: Session, stage: str) -> list[dict[str, float]]:
+    metrics, step = session.metrics, session.trainer.global_step
+    if stage == "predict":
+        return []
+    sane = stage != "sanity_check"
+    row = metrics.reduce_epoch(stage, step, publish=sane)
+    if sane:
+        row |= metrics.take_pending()
+        if row:
+            session.hooks.fire("on_log", row, step)
+    metrics.tables.pop("sanity_check", None)
+    return split_by_loader(row, len(session.loaders[stage]))
+
+
+def split_by_loader(row: dict[str, float], count: int) -> list[dict[str, float]]:
+    """Return one dict per loader: the values under its suffix, and those without any suffix in each."""
+    ends = [f"/dataloader_idx_{index}" for index in range(count)]
+    shared = {name: value for name, value in row.items() if not any(name.endswith(end) for end in ends)}
+    return [shared | {name: value for name, value in row.items() if name.endswith(end)} for end in ends]

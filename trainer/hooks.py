@@ -1,0 +1,86 @@
+"""Which functions an event calls: resolved once per run into tuples, so that the loop only walks over them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from functools import partial
+from typing import Any, Callable, Sequence
+
+from ..callbacks.base import AFTER_MODULE, HOOKS, Callback
+from .module import STEPS, TrainModule
+from .module_hooks import MODULE_HOOKS
+
+Functions = tuple[Callable[..., Any], ...]
+
+
+class Hooks:
+    """One tuple of functions per event, and in ``late`` those of callbacks that run after the module.
+
+    ``hooks.on_train_batch_end`` holds the callbacks' overridden methods in the order of (priority, position), already bound to
+    the trainer and the module, then the module's own. Calling order is the same on every rank.
+    """
+
+    def __init__(self, trainer: Any, module: TrainModule, callbacks: Sequence[Callback]) -> None:
+        ordered = sorted(callbacks, key=lambda callback: callback.priority)
+        self.late: dict[str, Functions] = {}
+        for name in HOOKS + MODULE_HOOKS:
+            listeners = [callback for callback in ordered if name in HOOKS and overrides(callback, name, Callback)]
+            early = [c for c in listeners if c.priority < AFTER_MODULE]
+            late = [c for c in listeners if c.priority >= AFTER_MODULE]
+            own = [getattr(module, name)] if overrides(module, name, TrainModule) else []
+            bound = [partial(getattr(callback, name), trainer, module) for callback in early]
+            setattr(self, name, tuple(fitting(function, name) for function in bound + own))
+            self.late[name] = tuple(fitting(partial(getattr(c, name), trainer, module), name) for c in late)
+
+    def __getattr__(self, name: str) -> Functions:
+        raise AttributeError(f"Expected the name of a hook. Received: {name}. Use one of {', '.join(HOOKS)}.")
+
+    def fire(self, name: str, *arguments: Any) -> None:
+        """Call all functions of an event, the late ones last."""
+        for function in getattr(self, name) + self.late[name]:
+            function(*arguments)
+
+
+def overrides(thing: Any, name: str, base: type) -> bool:
+    """Tell whether ``thing`` has its own version of a method of ``base`` (in its class or set on the object)."""
+    if name in vars(thing):
+        return True
+    own = getattr(type(thing), name, None)
+    return own is not None and own is not getattr(base, name, None)
+
+
+def fitting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return ``function``, or one that drops trailing arguments that it does not take (``dataloader_idx``, ``batch_idx``)."""
+    if "_batch_" not in name and name not in STEPS:
+        return function
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return function
+    count = sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
+    if count >= full_count(name):
+        return function
+    return lambda *arguments: function(*arguments[:count])
+
+
+def full_count(name: str) -> int:
+    """Return how many arguments the loop gives to a step or a batch hook."""
+    if name in STEPS:
+        return 2 if name == "training_step" else 3
+    return 2 + (not name.startswith("on_train_")) + name.endswith("_end")
+
+
+def warn_about_misspelled(thing: Any, base: type) -> None:
+    """Warn about methods whose name is nearly that of a hook or a step, with the nearest right name."""
+    known = {name for name in dir(base) if not name.startswith("_")}
+    for name in dir(type(thing)):
+        if name.startswith("_") or name in known or not callable(getattr(type(thing), name, None)):
+            continue
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8 if name.startswith("on_") else 0.88)
+        if nearest and not hasattr(getattr(type(thing), name), "__self__"):
+            warnings.warn(
+                f"Expected names of hooks. Received: {type(thing).__name__}.{name}, which nothing calls. "
+                f"Rename it to {nearest[0]} if that is what it should be.",
+                stacklevel=2,
+            )

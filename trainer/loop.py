@@ -1,0 +1,189 @@
+"""The training loop. What it does, with every hook in its place::
+
+    on_train_start
+    for each epoch:
+        on_train_epoch_start
+        for each batch of the loader:
+            on_train_batch_start                     # -1 ends the epoch here
+            with accelerator.accumulate(model):
+                with accelerator.autocast():
+                    loss = training_step(batch, batch_idx)
+                on_before_backward;  accelerator.backward(loss);  on_after_backward
+                if accelerator.sync_gradients:       # the edge of an accumulation window
+                    on_before_optimizer_step         # clipping happens here
+                    optimizer.step()
+                    on_before_zero_grad;  optimizer.zero_grad()
+                    schedulers of interval "step";  global_step += 1
+            on_train_batch_end;  on_log where a row is due;  on_train_batch_end of late callbacks (checkpoints)
+            validation where it is due
+        schedulers of interval "epoch";  validation where it is due
+        on_train_epoch_end;  the epoch's means, on_log;  plateau schedulers;  on_train_epoch_end of late callbacks
+    on_train_end
+
+In manual optimization ``training_step`` does what stands between ``autocast`` and the edge; each ``optimizer.step()`` fires
+``on_before_optimizer_step`` and counts as a step. A run that was interrupted goes on at the very place that its counters name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable
+
+from .evaluation import evaluate
+from .steps import choose_step
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+class FitLoop:
+    """The state of one ``fit``: what is called each step, resolved once, and when things are due."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.trainer, self.hooks = session, session.trainer, session.hooks
+        self.metrics, self.progress, self.loader = session.metrics, session.trainer.progress, session.train_loader
+        self.at_edge = True  # no accumulation window is open and every batch that was fetched is done
+        self.validation_due = False
+        self.requests: list[Callable[[], None]] = []  # checkpoints to write at the next edge
+        self.edge = (self.progress.batch, self.progress.batches, self.progress.samples)
+        self.step = choose_step(self)
+        self._schedule = session.trainer.schedule
+        self._world = session.trainer.accelerator.world
+        self._alone = self._world.size == 1
+        self._row_at = self._logged_at = 0
+        self._set_next_row()
+
+    def run(self) -> None:
+        """Train until a limit is reached or somebody asks to stop."""
+        if self.progress.phase == "ended":
+            self._next_epoch()
+        self.hooks.fire("on_train_start")
+        while not self.finished():
+            complete = self.epoch()
+            self.end_epoch(complete)
+            if not complete:
+                break
+            self._next_epoch()
+        self.hooks.fire("on_train_end")
+
+    def epoch(self) -> bool:
+        """Train the rest of the running epoch; return False when it was left before its end."""
+        progress, loader, metrics, step = self.progress, self.loader, self.metrics, self.step
+        hooks, late = self.hooks, self.hooks.late["on_train_batch_end"]
+        if self._start_epoch():
+            return True
+        for batch in loader:
+            self.at_edge = False
+            index = progress.batch
+            metrics.samples = loader.samples
+            for hook in hooks.on_train_batch_start:
+                if hook(batch, index) == -1:
+                    self.at_edge = True
+                    return True
+            outputs = step(batch, index)
+            progress.batch = index + 1
+            progress.batches += 1
+            progress.samples += loader.global_samples or 0
+            for hook in hooks.on_train_batch_end:
+                hook(outputs, batch, index)
+            if progress.step >= self._row_at:
+                self.log_row()
+            self.validation_due = self.due(last=loader.end_of_dataloader)
+            for hook in late:
+                hook(outputs, batch, index)
+            if self.after_batch(last=loader.end_of_dataloader):
+                return loader.end_of_dataloader
+        return True
+
+    def after_batch(self, *, last: bool) -> bool:
+        """Do what is due between two batches; return whether training has to stop here."""
+        if self.at_edge:
+            self.edge = (self.progress.batch, self.progress.batches, self.progress.samples)
+        if self.validation_due and not last:
+            self.validate()
+        if not self.at_edge:
+            return False
+        if self.requests:
+            self.write_requested()
+        return self.finished()
+
+    def end_epoch(self, complete: bool) -> None:
+        """Do what follows the last batch; an epoch that was left early keeps what it has collected so far."""
+        progress, hooks, metrics = self.progress, self.hooks, self.metrics
+        if progress.step > self._logged_at:
+            self.log_row()
+        if complete and progress.phase == "train":
+            self.session.step_schedulers("epoch", progress.epoch + 1)
+            progress.phase = "scheduled"
+        if complete and self.due(last=True) and progress.validated != progress.batches:
+            self.validate()
+        metrics.begin("train", batchwise=False)
+        for hook in hooks.on_train_epoch_end:
+            hook()
+        self.publish(metrics.reduce_epoch("train", progress.step, clear=complete))
+        if complete:
+            self.session.step_schedulers("epoch", progress.epoch + 1, plateau=True)
+            progress.phase = "ended"
+        for hook in hooks.late["on_train_epoch_end"]:
+            hook()
+        self.write_requested()
+
+    def validate(self) -> None:
+        """Evaluate on the validation loaders in the middle of training; leaves no trace in it."""
+        self.progress.validated = self.progress.batches
+        self.progress.mark = self._schedule.intervals(self.progress)
+        self.validation_due = False
+        evaluate(self.session, "validate")
+        self.metrics.begin("train", batchwise=True)
+
+    def finished(self) -> bool:
+        """Tell whether a limit is reached, or a wish to stop can be granted; all ranks agree (clocks and wishes differ)."""
+        finished = self._schedule.finished(self.progress, wish=self.trainer.should_stop)
+        return finished if self._alone else self._world.agree(finished)
+
+    def due(self, *, last: bool) -> bool:
+        """Tell whether a validation follows the batch just done; all ranks agree where a clock decides."""
+        due = self._schedule.validation_due(self.progress, last=last)
+        return self._world.agree(due) if self._schedule.by_clock and not self._alone else due
+
+    def log_row(self) -> None:
+        """Reduce and hand out the values of the last step."""
+        self._logged_at = self.progress.step
+        self._set_next_row()
+        self.publish(self.metrics.reduce_step("train", self.progress.step))
+
+    def publish(self, row: dict[str, float]) -> None:
+        """Hand a row of reduced values, and what callbacks added to it, to everybody who listens."""
+        row |= self.metrics.take_pending()
+        if row:
+            self.metrics.logged.update(row)
+            self.hooks.fire("on_log", row, self.progress.step)
+
+    def write_requested(self) -> None:
+        """Write the checkpoints that were asked for while a window was open."""
+        while self.requests:
+            self.requests.pop(0)()
+
+    def _start_epoch(self) -> bool:
+        """Begin or resume an epoch; return True when it turns out to have no batch left."""
+        progress = self.progress
+        if progress.batch == 0:
+            self.loader.set_epoch(progress.epoch)
+            self.metrics.begin("train", batchwise=False)
+            self.hooks.fire("on_train_epoch_start")
+        last = progress.batch >= self.trainer.num_training_batches
+        due = progress.batch > 0 and self.due(last=last)
+        if due and not last and progress.validated != progress.batches:
+            self.validate()
+        self.metrics.begin("train", batchwise=True)
+        return last
+
+    def _next_epoch(self) -> None:
+        self.progress.epoch += 1
+        self.progress.batch = 0
+        self.progress.phase = "train"
+        self.session.reload_train_loader(self.progress.epoch)
+        self.loader = self.session.train_loader
+
+    def _set_next_row(self) -> None:
+        every = self.trainer.log_every_n_steps
+        self._row_at = (self.progress.step // every + 1) * every if every else float("inf")

@@ -1,0 +1,345 @@
+"""What ``self.log`` does: values are kept as they come and reduced, over time and ranks, when a row is due.
+
+Nothing here reads a tensor's value or talks to another rank while a step runs. A mean over an epoch is
+``sum(value * batch_size) / sum(batch_size)`` over all batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Mapping
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from ..strategies.world import World
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+_SAME_AS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum"}
+_COMPACT_AT = 256
+_VALUES = ("callback", "logged", "progress_bar", "steps")
+Row = dict[str, float]
+
+
+class Series:
+    """The values that were logged under one name in one stage."""
+
+    __slots__ = ("name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduction", "sync", "rank_zero_only",
+                 "metric", "last", "last_weight", "values", "weights", "total", "weight", "fresh", "touched")  # fmt: skip
+
+    def __init__(self, name: str, options: tuple[Any, ...], *, on_step: bool, on_epoch: bool) -> None:
+        prog_bar, logger, _, _, reduce_fx, sync_dist, rank_zero_only = options
+        self.name, self.options, self.prog_bar, self.logger = name, options, prog_bar, logger is not False
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.reduction = reduction_name(name, reduce_fx)
+        self.sync, self.rank_zero_only = sync_dist is not False, rank_zero_only
+        self.metric: Metric | None = None
+        self.last: Any = 0.0
+        self.last_weight = 0.0
+        self.fresh = False
+        self.clear()
+
+    def key(self) -> tuple[Any, ...]:
+        """Return the options in effect."""
+        return (self.prog_bar, self.logger, self.on_step, self.on_epoch, self.reduction, self.sync, self.rank_zero_only)
+
+    def clear(self) -> None:
+        """Forget the values of the epoch."""
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+        self.total: Any = None
+        self.weight = 0.0
+        self.touched = False
+
+    def add(self, value: Any, weight: float) -> None:
+        """Take a value; ``weight`` is the number of samples that it is a mean over."""
+        self.last, self.last_weight, self.fresh, self.touched = value, weight, True, True
+        if self.on_epoch and self.metric is None:
+            self.values.append(value)
+            self.weights.append(weight)
+            if len(self.values) >= _COMPACT_AT and isinstance(self.reduction, str):
+                self.compact()
+
+    def compact(self) -> None:
+        """Fold the values into one running value, without reading any of them."""
+        if not self.values:
+            return
+        values = stack(self.values)
+        if self.reduction == "mean":
+            values = values * torch.tensor(self.weights, dtype=values.dtype, device=values.device)
+        self.merge(self._fold(values), sum(self.weights))
+        self.values, self.weights = [], []
+
+    def merge(self, total: Any, weight: float) -> None:
+        """Take in another running value."""
+        self.total = total if self.total is None else self._fold(stack([self.total, total]))
+        self.weight += weight
+
+    def _fold(self, values: Tensor) -> Tensor:
+        return values.sum() if self.reduction in ("mean", "sum") else getattr(torch, f"a{self.reduction}")(values)
+
+
+class Metrics:
+    """All series of a run, by stage, and the last reduced value of each name.
+
+    ``callback``, ``logged`` and ``progress_bar`` map names to floats that are the same on every rank; ``steps`` maps a name to the
+    ``global_step`` at which it was last reduced.
+    """
+
+    def __init__(self, world: World, module: nn.Module) -> None:
+        self.world = world
+        self.module = module
+        self.tables: dict[str, dict[str, Series]] = {}
+        self.callback: Row = {}
+        self.logged: Row = {}
+        self.progress_bar: Row = {}
+        self.steps: dict[str, int] = {}
+        self.pending: Row = {}
+        self.samples: int | None = 1  # in the batch that is being worked on; set by the loop
+        self.stage = "train"
+        self.loader_index: int | None = None  # set where there are several evaluation loaders
+        self.batchwise = False  # whether the running hook is about one batch
+        self.view: dict[str, Series] = {}  # names as the module gives them → series
+
+    def begin(self, stage: str, *, batchwise: bool, loader_index: int | None = None) -> None:
+        """Say what is logged from now on: in a stage, for one of its loaders, about batches or whole epochs."""
+        if (stage, batchwise, loader_index) != (self.stage, self.batchwise, self.loader_index):
+            self.stage, self.batchwise, self.loader_index, self.view = stage, batchwise, loader_index, {}
+        self.samples = None if batchwise else 1
+        self.module.__dict__["_series"] = self.view  # past nn.Module.__setattr__, which is slow
+
+
+    def series(self, name: str, options: tuple[Any, ...], add_dataloader_idx: bool) -> Series:
+        """Return the series of a name, made at its first use; raises ValueError where the options contradict earlier ones."""
+        several = self.loader_index is not None and add_dataloader_idx
+        full = f"{name}/dataloader_idx_{self.loader_index}" if several else name
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only = options
+        each_batch = self.stage == "train" and self.batchwise
+        on_step = each_batch if on_step is None else on_step
+        on_epoch = not each_batch if on_epoch is None else on_epoch
+        if not (on_step and self.batchwise or on_epoch):
+            where = "" if self.batchwise else " in a hook that is not about one batch"
+            raise ValueError(
+                f"Expected {name!r} to be logged on_step (in batches) or on_epoch. "
+                f"Received: on_step={on_step}, on_epoch={on_epoch}{where}. Set one."
+            )
+        series = Series(full, options, on_step=on_step, on_epoch=on_epoch)
+        known = self.table(self.stage).setdefault(full, series)
+        if known.key() != series.key():
+            raise ValueError(
+                f"Expected one set of options for {name!r} in {self.stage}. Received: {series.key()} after {known.key()} "
+                "(prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only). Log it under another name."
+            )
+        known.options = options
+        self.view[name] = known
+        return known
+
+    def table(self, stage: str) -> dict[str, Series]:
+        """Return the series of a stage; the same dict during the whole run."""
+        return self.tables.setdefault(stage, {})
+
+    def reduce_step(self, stage: str, step: int) -> Row:
+        """Reduce the values of this step over all ranks and return those meant for the trackers (collective)."""
+        due = [s for s in self.table(stage).values() if s.on_step and s.fresh]
+        row = self._reduce({f"{s.name}_step" if s.on_epoch else s.name: s for s in due}, _step_value, step)
+        for series in due:
+            series.fresh = False
+        return row
+
+    def reduce_epoch(self, stage: str, step: int, *, clear: bool = True, publish: bool = True) -> Row:
+        """Reduce an epoch's values over its batches and all ranks and return those meant for the trackers (collective)."""
+        due = [s for s in self.table(stage).values() if s.on_epoch and (s.touched or s.total is not None)]
+        names = {f"{s.name}_epoch" if s.on_step else s.name: s for s in due}
+        row = self._reduce(names, self._epoch_value, step, publish=publish)
+        for series in due if clear else ():
+            series.clear()
+            if series.metric is not None:
+                series.metric.reset()
+        return row
+
+    def take_pending(self) -> Row:
+        """Return the host values that callbacks added to the next row."""
+        pending, self.pending = self.pending, {}
+        return pending
+
+    def _reduce(self, due: dict[str, Series], value_of: Callable[[Series], Any], step: int, *, publish: bool = True) -> Row:
+        check_same_names([name for name, series in due.items() if not series.rank_zero_only], self.world)
+        reduced = over_ranks([(name, series, *value_of(series)) for name, series in due.items()], self.world)
+        row = {name: value for name, value in reduced.items() if due[name].logger}
+        if publish:
+            self.logged.update(row)
+            for name, value in reduced.items():
+                self.callback[name] = self.callback[due[name].name] = value
+                self.steps[name] = self.steps[due[name].name] = step
+            self.progress_bar.update({name: v for name, v in reduced.items() if due[name].prog_bar})
+        return row
+
+    def _epoch_value(self, series: Series) -> tuple[Any, float, str]:
+        if series.metric is not None:
+            value = series.metric.compute()
+            check_scalar(series.name, value)
+            return value, 1.0, "same"
+        if callable(series.reduction):
+            values = stack(series.values) if series.values else torch.zeros(0, dtype=torch.float64)
+            gathered = torch.cat([v.to(values.device) for v in self.world.all_gather_uneven(values)])
+            return series.reduction(gathered), 1.0, "same"
+        series.compact()
+        return (0.0, 0.0, series.reduction) if series.total is None else (series.total, series.weight, series.reduction)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last reduced values and, one entry a rank, what the unfinished epoch has collected (collective)."""
+        series = {}
+        for name, s in self.table("train").items():
+            if s.on_epoch and s.metric is None and isinstance(s.reduction, str):
+                s.compact()
+                options = [*s.options[:4], s.reduction, *s.options[5:]]
+                series[name] = {"options": options, "on_step": s.on_step, "total": s.total, "weight": s.weight}
+        mine = {"series": series, "metrics": {path: _metric_state(m) for path, m in self._metrics() if m._update_count}}
+        return {"ranks": self.world.gather_object(mine), "values": self.values()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned, at any world size."""
+        self.take_values(state["values"])
+        ranks = state["ranks"]
+        if len(ranks) == self.world.size:
+            ranks = [ranks[self.world.rank]]
+        elif self.world.rank:  # another world size: rank 0 takes what all ranks had, the others begin with nothing
+            ranks = [{"series": {k: e | {"total": None} for k, e in r["series"].items()}, "metrics": {}} for r in ranks]
+        for saved in ranks:
+            for name, entry in saved["series"].items():
+                series = Series(name, tuple(entry["options"]), on_step=entry["on_step"], on_epoch=True)
+                series = self.table("train").setdefault(name, series)
+                if entry["total"] is not None:
+                    series.merge(entry["total"], entry["weight"])
+        self._load_metrics([saved["metrics"] for saved in ranks])
+
+    def values(self) -> dict[str, Any]:
+        """Return the last reduced values."""
+        return {name: dict(getattr(self, name)) for name in _VALUES}
+
+    def take_values(self, values: dict[str, Any]) -> None:
+        """Take over what ``values`` returned."""
+        for name in _VALUES:
+            getattr(self, name).update(values[name])
+
+    def _metrics(self) -> list[tuple[str, Metric]]:
+        return [(path, m) for path, m in self.module.named_modules() if isinstance(m, Metric)]
+
+    def _load_metrics(self, saved: list[dict[str, Any]]) -> None:
+        for path, metric in self._metrics():
+            states = [entry[path] for entry in saved if path in entry]
+            for name in metric._defaults if states else ():
+                setattr(metric, name, _merged([s["states"][name] for s in states], metric._reductions[name], metric.device))
+            metric._update_count = sum(s["count"] for s in states) or metric._update_count
+
+
+def reduction_name(name: str, reduce_fx: Any) -> str | Callable[[Tensor], Tensor]:
+    """Return the name of a reduction, or the function itself where it is the user's own."""
+    reduction = reduce_fx if isinstance(reduce_fx, str) else _SAME_AS.get(reduce_fx, reduce_fx)
+    if reduction in _REDUCTIONS or callable(reduction):
+        return reduction
+    raise ValueError(f"Expected reduce_fx to be mean, sum, min, max or a function. Received: {name}: {reduce_fx!r}. Use one of them.")
+
+
+def stack(values: list[Any]) -> Tensor:
+    """Return scalars (tensors or numbers) as one float64 vector (float32 where the device has no float64)."""
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if all(isinstance(v, Tensor) for v in values) and len({v.dtype for v in values}) == 1:
+        return torch.stack([v.reshape(()) for v in values]).to(dtype)
+    return torch.stack([torch.as_tensor(v, dtype=dtype, device=device).reshape(()) for v in values])
+
+
+def over_ranks(local: list[tuple[str, Series, Any, float, str]], world: World) -> Row:
+    """Return name → value over all ranks of rows (name, series, value, weight, reduction)."""
+    tensors = [value for _, _, value, _, _ in local if isinstance(value, Tensor)]
+    numbers = iter(stack(tensors).tolist() if tensors else ())
+    rows = [(n, s, next(numbers) if isinstance(v, Tensor) else float(v), w, kind) for n, s, v, w, kind in local]
+    if world.size == 1:
+        return {name: _finish(value, weight, kind) for name, _, value, weight, kind in rows}
+    shared = [row for row in rows if not row[1].rank_zero_only and row[4] != "same"]
+    totals = iter(_all_reduce(shared, world))
+    result = {}
+    for row in rows:
+        name, series, value, weight, kind = row
+        if row in shared:
+            value, weight = next(totals)
+        if not series.rank_zero_only or world.rank == 0:
+            result[name] = _finish(value, weight, kind)
+    return result
+
+
+def check_same_names(names: list[str], world: World) -> None:
+    """Raise ValueError on every rank, naming keys and ranks, unless all ranks hold the same names in the same order."""
+    if world.size == 1:
+        return
+    digest = xxhash.xxh3_64_intdigest("\n".join(names)) >> 2
+    low, high = world.all_reduce(torch.tensor([-digest, digest], device=_device(world)), op="max").tolist()
+    if -low == high:
+        return
+    keys = world.gather_object(names)
+    everywhere = set(keys[0]).intersection(*keys[1:])
+    odd = {f"rank {rank}": sorted(set(mine) - everywhere) for rank, mine in enumerate(keys)}
+    raise ValueError(
+        f"Expected every rank to log the same names in the same order. Received: only on {odd}; on all ranks {sorted(everywhere)}. "
+        "Log the name on every rank, or with rank_zero_only=True."
+    )
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Raise unless a logged value is one number."""
+    if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, (int, float)):
+        return
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ValueError(f"Expected one number under {name!r}. Received: {what}. Log a scalar: reduce it first, e.g. by .mean().")
+
+
+def _step_value(series: Series) -> tuple[Any, float, str]:
+    value, weight = series.last, series.last_weight or 1.0
+    if series.metric is not None:
+        cached = series.metric._forward_cache
+        value = series.metric.compute() if cached is None else cached
+        check_scalar(series.name, value)
+    kind = series.reduction if isinstance(series.reduction, str) else "mean"
+    return (value * weight, weight, kind) if kind == "mean" else (value, weight, kind)
+
+
+def _finish(value: float, weight: float, kind: str) -> float:
+    if weight == 0 and kind != "sum":
+        return math.nan
+    return value / weight if kind == "mean" else value
+
+
+def _all_reduce(rows: list[tuple[str, Series, float, float, str]], world: World) -> list[tuple[float, float]]:
+    """Return (value, weight) over all ranks; a rank without values, or unsynced and not the first, counts nothing."""
+    if not rows:
+        return []
+    sums, highs = [], []
+    for _, series, value, weight, kind in rows:
+        counts = weight > 0 and (series.sync or world.rank == 0)
+        sums += [value, weight] if counts else [0.0, 0.0]
+        highs.append((-value if kind == "min" else value) if counts else -math.inf)
+    sums = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=_device(world)), op="sum").tolist()
+    highs = world.all_reduce(torch.tensor(highs, dtype=torch.float64, device=_device(world)), op="max").tolist()
+    extremes = {"min": -1.0, "max": 1.0}
+    return [
+        (highs[i] * extremes[kind] if kind in extremes else sums[2 * i], sums[2 * i + 1])
+        for i, (_, _, _, _, kind) in enumerate(rows)
+    ]
+
+
+def _device(world: World) -> torch.device:
+    return torch.device("cpu") if world.backend in (None, "gloo") else world.device
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    return {"count": metric._update_count, "states": {name: getattr(metric, name) for name in metric._defaults}}
+
+
+def _merged(values: list[Any], reduction: Any, device: torch.device) -> Any:
+    if isinstance(values[0], list):
+        return [v.to(device) for part in values for v in part]
+    values = [v.to(device) for v in values]
+    return values[0] if len(values) == 1 else reduction(torch.stack(values)) if reduction else values[0]

@@ -1,0 +1,259 @@
+"""One call of ``fit``, ``validate``, ``test`` or ``predict``: what is set up before it, undone after it, and told when it fails."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.base import Callback
+from ..callbacks.checkpoint import ModelCheckpoint
+from ..callbacks.clipping import GradientClipping
+from ..callbacks.profiler import Profiler
+from ..callbacks.tracking import Tracking
+from .checkpoints import find_checkpoint, restore, run_of
+from .datamodule import DataModule
+from .hooks import Hooks, overrides, warn_about_misspelled
+from .loaders import LoaderSource, checked, flatten, in_order, length, prepared, transfer_function
+from .metrics import Metrics
+from .module import TrainModule
+from .optimization import LRSchedulerConfig, parse
+
+if TYPE_CHECKING:
+    from .loop import FitLoop
+    from .trainer import Trainer
+
+_STEP = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+
+
+class Session:
+    """Everything that one run of a trainer works with; a context manager around the run."""
+
+    def __init__(self, trainer: Trainer, stage: str, module: TrainModule, source: LoaderSource, ckpt_path: Any) -> None:
+        check_module(module, stage, source)
+        self.trainer, self.stage, self.module, self.source = trainer, stage, module, source
+        self.datamodule = source.datamodule
+        self.model: Any = module
+        self.callbacks: list[Callback] = []
+        self.loaders: dict[str, list[Any]] = {}
+        self.predictions: list[list[Any]] = []
+        self.loop: FitLoop | None = None
+        self.checkpoint = find_checkpoint(trainer, ckpt_path)
+        self.failed = False
+        self._train_loader: Any = None
+        self._entries: dict[str, Any] = {}
+
+    def __enter__(self) -> Session:
+        trainer, module = self.trainer, self.module
+        trainer.session, trainer.stage = self, "train" if self.stage == "fit" else self.stage
+        run_id = run_of(self.checkpoint) if self.stage == "fit" else None
+        trainer.run_folder.claim(trainer.accelerator.world, run_id=run_id, create=self._writes())
+        try:
+            self._attach()
+            self._prepare_data()
+            self._fire_setup()
+            self._prepare_model()
+            self._prepare_loaders()
+            self.hooks = Hooks(trainer, module, self._callbacks_in_force())
+            trainer.progress.start()
+            if self.stage == "fit":
+                self.hooks.fire("on_fit_start")
+            restore(self)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        trainer = self.trainer
+        try:
+            if error is not None:
+                self._tell(error)
+            elif self.stage == "fit":
+                self.hooks.fire("on_fit_end")
+            self._fire_teardown()
+        finally:
+            trainer.progress.stop()
+            trainer.accelerator.clear()
+            trainer.stage = None
+
+    @property
+    def train_loader(self) -> Any:
+        """The prepared training loader, made at its first use."""
+        if self._train_loader is None:
+            loader = checked(self.source.loaders("train"), "training")
+            overfit = self.trainer.overfit_batches
+            self._train_loader = self._prepared(in_order(loader) if overfit else loader, "train")
+        return self._train_loader
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch on each rank; math.inf where the loader has no length."""
+        return length(self.train_loader)
+
+    def reload_train_loader(self, epoch: int) -> None:
+        """Ask for a new training loader where ``reload_dataloaders_every_n_epochs`` says so."""
+        every = self.trainer.reload_dataloaders_every_n_epochs
+        if every and epoch % every == 0:
+            self._train_loader = None
+            self.trainer.schedule.set_batches(self.num_training_batches)
+            self.loaders["validate"] = self._evaluation_loaders("validate")
+
+    def entry(self, step: str) -> Any:
+        """Return the module's step, routed through the strategy's engine where it has one; resolved once."""
+        if step not in self._entries:
+            from .hooks import fitting
+
+            self._entries[step] = fitting(self.trainer.accelerator.entry(self.model, step), step)
+        return self._entries[step]
+
+    def step_schedulers(self, interval: str, count: int, *, plateau: bool = False) -> None:
+        """Step the schedulers of an interval that are due at ``count``; at epochs, plateau schedulers come apart."""
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval != interval or count % config.frequency:
+                continue
+            if interval == "epoch" and config.reduce_on_plateau is not plateau:
+                continue
+            metric = self._monitored(config) if config.reduce_on_plateau else None
+            if metric is not None or not config.reduce_on_plateau:
+                self.module.lr_scheduler_step(config.scheduler, metric)
+
+    def _monitored(self, config: LRSchedulerConfig) -> float | None:
+        values = self.trainer.callback_metrics
+        if config.monitor in values:
+            return values[config.monitor]
+        if config.strict:
+            raise ValueError(
+                f"Expected the metric that a scheduler watches to be logged. Received: monitor={config.monitor!r}, logged "
+                f"{sorted(values)}. Log it, name a logged one, or set strict=False."
+            )
+        return None
+
+    # Setting up
+
+    def _writes(self) -> bool:
+        """Tell whether something of this run goes into its folder."""
+        kinds = (Tracking, ModelCheckpoint, Profiler) if self.stage == "fit" else (Tracking, Profiler)
+        return any(isinstance(callback, kinds) for callback in self.trainer.callbacks)
+
+    def _attach(self) -> None:
+        trainer, module = self.trainer, self.module
+        warn_about_misspelled(module, TrainModule)
+        trainer.module = module
+        self.metrics = trainer.metrics = Metrics(trainer.accelerator.world, module)
+        module.__dict__["_trainer"], module.__dict__["_metrics"] = trainer, self.metrics
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+            warn_about_misspelled(self.datamodule, DataModule)
+        brought = module.configure_callbacks()
+        brought = [brought] if isinstance(brought, Callback) else list(brought)
+        kinds = tuple(type(callback) for callback in brought)
+        self.callbacks = [c for c in trainer.callbacks if not isinstance(c, kinds)] + brought
+        for callback in self.callbacks:
+            warn_about_misspelled(callback, Callback)
+
+    def _prepare_data(self) -> None:
+        with self.trainer.accelerator.local_main_process_first():
+            if self.trainer.accelerator.is_local_main_process:
+                if self.datamodule is not None:
+                    self.datamodule.prepare_data()
+                self.module.prepare_data()
+
+    def _fire_setup(self) -> None:
+        if self.datamodule is not None:
+            self.datamodule.setup(self.stage)
+        for callback in self.callbacks:
+            callback.setup(self.trainer, self.module, self.stage)
+        self.module.setup(self.stage)
+
+    def _prepare_model(self) -> None:
+        trainer, module = self.trainer, self.module
+        accelerator = trainer.accelerator
+        with accelerator.strategy.init_context():
+            module.configure_model()
+        if self.stage != "fit":
+            self.model = accelerator.prepare_model(module, evaluation_mode=True)
+            return
+        optimizers, configs = parse(module.configure_optimizers())
+        prepared_ones = accelerator.prepare(module, *optimizers, *[config.scheduler for config in configs])
+        self.model, *rest = prepared_ones if isinstance(prepared_ones, tuple) else (prepared_ones,)
+        trainer.optimizers = trainer.manual_optimizers = rest[: len(optimizers)]
+        for config, scheduler in zip(configs, rest[len(optimizers) :]):
+            config.scheduler = scheduler
+        trainer.lr_scheduler_configs = configs
+
+    def _prepare_loaders(self) -> None:
+        trainer = self.trainer
+        if self.stage != "fit":
+            self.loaders[self.stage] = self._evaluation_loaders(self.stage)
+            self.predictions = [[] for _ in self.loaders[self.stage]]
+            return
+        self.loaders["validate"] = self._evaluation_loaders("validate")
+        trainer.schedule.validates = bool(self.loaders["validate"])
+        trainer.schedule.set_batches(self.num_training_batches)
+        trainer.schedule.warn_without_limit()
+
+    def _evaluation_loaders(self, stage: str) -> list[Any]:
+        step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
+        if self.trainer.limit(stage) == 0 or not self.source.has(stage):
+            return []
+        if stage == "validate" and not overrides(self.module, step, TrainModule):
+            return []
+        if stage == "validate" and self.trainer.overfit_batches:
+            loaders = [in_order(self.source.loaders("train"))]
+        else:
+            loaders = flatten(self.source.loaders(stage), stage)
+        return [self._prepared(loader, stage, index) for index, loader in enumerate(loaders)]
+
+    def _prepared(self, loader: Any, stage: str, index: int = 0) -> Any:
+        accelerator = self.trainer.accelerator
+        transfer = transfer_function(self.source.transfer_owner(), accelerator.device, index)
+        return prepared(loader, stage, accelerator=accelerator, limit=self.trainer.limit(stage), transfer=transfer)
+
+    def _callbacks_in_force(self) -> list[Callback]:
+        """Return the callbacks; the module's own way of clipping replaces the callback that clips."""
+        module = self.module
+        if not overrides(module, "configure_gradient_clipping", TrainModule):
+            return self.callbacks
+        clipping = next((c for c in self.callbacks if isinstance(c, GradientClipping)), None)
+        value, algorithm = (clipping.value, clipping.algorithm) if clipping else (None, None)
+        own = Callback()
+        own.on_before_optimizer_step = lambda trainer, module, optimizer: module.configure_gradient_clipping(  # type: ignore[method-assign]
+            optimizer, value, algorithm
+        )
+        return [c for c in self.callbacks if c is not clipping] + [own]
+
+    # The end
+
+    def _fire_teardown(self) -> None:
+        for callback in self.callbacks:
+            callback.teardown(self.trainer, self.module, self.stage)
+        self.module.teardown(self.stage)
+        if self.datamodule is not None:
+            self.datamodule.teardown(self.stage)
+
+    def _tell(self, error: BaseException) -> None:
+        self.failed = True
+        self.trainer.interrupted = isinstance(error, KeyboardInterrupt)
+        for callback in self.callbacks:
+            callback.on_exception(self.trainer, self.module, error)
+        self.module.on_exception(error)
+        if self.datamodule is not None:
+            self.datamodule.on_exception(error)
+
+
+def check_module(module: Any, stage: str, source: LoaderSource) -> None:
+    """Raise, before anything is set up, for a module or data that the stage cannot work with."""
+    if not isinstance(module, TrainModule):
+        raise TypeError(
+            f"Expected a TrainModule. Received: {type(module).__name__}. Subclass drivetrain.TrainModule, or use Accelerator in your own loop."
+        )
+    step = _STEP.get(stage)
+    if step is not None and not overrides(module, step, TrainModule):
+        raise TypeError(f"Expected {type(module).__name__} to have {step} for {stage}. Received: none. Write the method.")
+    if stage == "fit" and not overrides(module, "configure_optimizers", TrainModule):
+        raise TypeError(f"Expected {type(module).__name__} to have configure_optimizers. Received: none. Write it; None trains without.")
+    data = "train" if stage == "fit" else stage
+    if not source.has(data):
+        raise ValueError(
+            f"Expected data for {stage}. Received: no loader. Pass a DataLoader or a DataModule, or give the module a {data}_dataloader."
+        )

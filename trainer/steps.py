@@ -1,0 +1,214 @@
+"""What happens with one batch: the automatic step, the one for optimizers that need a closure, and the manual one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable
+
+from torch import Tensor
+
+from .hooks import overrides
+from .module import TrainModule
+from .optimization import ManualOptimizer
+
+if TYPE_CHECKING:
+    from .loop import FitLoop
+
+Step = Callable[[Any, int], Any]
+
+
+def choose_step(loop: FitLoop) -> Step:
+    """Return the function that trains a batch, decided once per fit."""
+    session = loop.session
+    module, optimizers = session.module, session.trainer.optimizers
+    if not module.automatic_optimization:
+        return ManualStep(loop)
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"Expected one optimizer in automatic optimization. Received: {len(optimizers)}. "
+            "Set self.automatic_optimization = False in __init__ and step them in training_step."
+        )
+    if not optimizers:
+        return WithoutOptimizer(loop)
+    step = getattr(optimizers[0], "optimizer", optimizers[0]).step
+    if overrides(module, "optimizer_step", TrainModule) or needs_closure(step):
+        return ClosureStep(loop)
+    return AutomaticStep(loop)
+
+
+def needs_closure(step: Callable[..., Any]) -> bool:
+    """Tell whether an optimizer's ``step`` cannot be called without a closure (LBFGS)."""
+    import inspect
+
+    parameter = inspect.signature(step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+class AutomaticStep:
+    """Forward, backward and, at the edge of an accumulation window, the update."""
+
+    def __init__(self, loop: FitLoop) -> None:
+        session = loop.session
+        self.loop, self.session, self.hooks, self.progress = loop, session, session.hooks, loop.progress
+        self.accelerator, self.model, self.module = session.trainer.accelerator, session.model, session.module
+        self.training_step = session.entry("training_step")
+        self.optimizer = session.trainer.optimizers[0] if session.trainer.optimizers else None
+        self.scaled = self.accelerator.scaler is not None
+        self.step_schedulers = [c for c in session.trainer.lr_scheduler_configs if c.interval == "step"]
+        self.zero_grad = self._zero_grad if overrides(self.module, "optimizer_zero_grad", TrainModule) else None
+        via = self.module.backward if overrides(self.module, "backward", TrainModule) else None
+        self.backward_options = {"via": via} if via else {}
+
+    def __call__(self, batch: Any, index: int) -> Any:
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.model):
+            with accelerator.autocast():
+                outputs = self.training_step(batch, index)
+            self.backward(outputs)
+            if accelerator.sync_gradients:
+                if outputs is not None or self._window_has_gradients():
+                    self.update()
+                self.loop.at_edge = True
+        return outputs
+
+    def backward(self, outputs: Any) -> None:
+        """Compute the gradients of the loss in what ``training_step`` returned."""
+        accelerator, hooks = self.accelerator, self.hooks
+        loss, options = (outputs, self.backward_options) if type(outputs) is Tensor else self._loss(outputs)
+        if loss is None:
+            return
+        for hook in hooks.on_before_backward:
+            hook(loss)
+        try:
+            accelerator.backward(loss, **options)
+        except RuntimeError as error:
+            raise explained(error, loss, self.module) from error
+        for hook in hooks.on_after_backward:
+            hook()
+
+    def update(self) -> None:
+        """Step the optimizer and what follows it."""
+        optimizer, hooks = self.optimizer, self.hooks
+        for hook in hooks.on_before_optimizer_step:
+            hook(optimizer)
+        optimizer.step()
+        self.after_update()
+
+    def after_update(self) -> None:
+        """Clear the gradients, count the step and step the schedulers that follow it, unless the scaler skipped it."""
+        for hook in self.hooks.on_before_zero_grad:
+            hook(self.optimizer)
+        if self.zero_grad is None:
+            self.optimizer.zero_grad()
+        else:
+            self.zero_grad()
+        if self.scaled and self.accelerator.optimizer_step_was_skipped:
+            return
+        self.progress.step += 1
+        if self.step_schedulers:
+            self.session.step_schedulers("step", self.progress.step)
+
+    def _zero_grad(self) -> None:
+        self.module.optimizer_zero_grad(self.progress.epoch, self.progress.batch, self.optimizer)
+
+    def _loss(self, outputs: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        if isinstance(outputs, Tensor):
+            return outputs, self.backward_options
+        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
+            weight = outputs.get("weight")
+            return outputs["loss"], self.backward_options if weight is None else {**self.backward_options, "weight": weight}
+        if outputs is not None:
+            raise TypeError(
+                f"Expected training_step to return a 0-dim tensor, a dict with 'loss', or None. "
+                f"Received: {_described(outputs)}. Return the loss."
+            )
+        if self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"Expected a loss on every rank, since all of them average their gradients. Received: None on rank "
+                f"{self.accelerator.process_index}. Return a loss of zero that depends on the parameters instead."
+            )
+        return None, {}
+
+    def _window_has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
+
+
+class ClosureStep(AutomaticStep):
+    """The same with forward and backward inside a closure, for ``optimizer_step`` overrides and optimizers like LBFGS."""
+
+    def __call__(self, batch: Any, index: int) -> Any:
+        accelerator, optimizer = self.accelerator, self.optimizer
+        self.outputs: Any = None
+
+        def closure() -> Any:
+            if self.outputs is not None:  # called again by the optimizer: start from no gradients, as the first call did
+                optimizer.zero_grad()
+            with accelerator.autocast():
+                self.outputs = outputs = self.training_step(batch, index)
+            self.backward(outputs)
+            if accelerator.sync_gradients:
+                for hook in self.hooks.on_before_optimizer_step:
+                    hook(optimizer)
+            return outputs["loss"] if isinstance(outputs, dict) else outputs
+
+        with accelerator.accumulate(self.model):
+            if not accelerator.sync_gradients:
+                closure()
+                return self.outputs
+            self.module.optimizer_step(self.progress.epoch, index, optimizer, closure)
+            self.after_update()
+            self.loop.at_edge = True
+        return self.outputs
+
+
+class WithoutOptimizer(AutomaticStep):
+    """For modules whose ``configure_optimizers`` returns None: nothing is differentiated, batches count as steps."""
+
+    def __call__(self, batch: Any, index: int) -> Any:
+        with self.accelerator.autocast():
+            outputs = self.training_step(batch, index)
+        self.progress.step += 1
+        self.loop.at_edge = True
+        return outputs
+
+
+class ManualStep(AutomaticStep):
+    """``training_step`` does everything; every step of an optimizer is announced and counted."""
+
+    def __init__(self, loop: FitLoop) -> None:
+        super().__init__(loop)
+        trainer = self.session.trainer
+        trainer.manual_optimizers = [ManualOptimizer(optimizer, self.step) for optimizer in trainer.optimizers]
+
+    def __call__(self, batch: Any, index: int) -> Any:
+        with self.accelerator.autocast():
+            outputs = self.training_step(batch, index)
+        self.loop.at_edge = True
+        return outputs
+
+    def step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
+        """Step one of the user's optimizers."""
+        for hook in self.hooks.on_before_optimizer_step:
+            hook(optimizer)
+        result = optimizer.step(closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
+        if not (self.scaled and self.accelerator.optimizer_step_was_skipped):
+            self.progress.step += 1
+        return result
+
+
+def explained(error: RuntimeError, loss: Tensor, module: TrainModule) -> Exception:
+    """Return what went wrong in ``backward`` in the user's terms, or ``error`` itself."""
+    name = type(module).__name__
+    if loss.numel() != 1:
+        return ValueError(
+            f"Expected {name}.training_step to return one number. Received: a tensor of shape {tuple(loss.shape)}. Reduce it, e.g. by .mean()."
+        )
+    if not loss.requires_grad:
+        return ValueError(
+            f"Expected the loss of {name}.training_step to depend on parameters. Received: a tensor without a graph. "
+            "Check for .detach(), .item(), torch.no_grad() or parameters that are all frozen."
+        )
+    return error
+
+
+def _described(outputs: Any) -> str:
+    return f"a dict with {sorted(map(str, outputs))}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
