@@ -1,1 +1,3 @@
-"""Trackers: what they are (`base`), how they are fed (`feed`), and one file for each."""
+"""Trackers: what they are (`base`), how they are fed (`feed`), and one lazily imported file for each."""
+
+from .callback import Tracking as Tracking

@@ -42,6 +42,7 @@ class Tracking(Callback):
         self.timeout = timeout
         self.trackers: list[QueuedTracker] = []
         self._running = False
+        self._error: str | None = None
         self._folder: Path | None = None  # where the status is written
 
     @property
@@ -52,7 +53,7 @@ class Tracking(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Start the trackers; what they hold of steps after the restored one comes again and is dropped."""
-        self._start(trainer, module, resume_step=trainer.global_step)
+        self._start(trainer, module, resume_step=trainer.global_step or None)  # a run that begins drops nothing
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         """Start the trackers unless they run."""
@@ -74,13 +75,25 @@ class Tracking(Callback):
             tracker.flush()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Mark the run as failed or interrupted, and finish."""
-        error = f"{type(exception).__name__}: {exception}".rstrip(": ")
-        self._finish(trainer, "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed", error)
+        """Mark the run as failed or interrupted; others may still log until `teardown`."""
+        if not self._running:
+            return
+        self._error = f"{type(exception).__name__}: {exception}".rstrip(": ")
+        for tracker in self.trackers:
+            tracker.fail(self._error)
+            tracker.flush()
+        word = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        self._write_status({"status": word, "step": trainer.global_step, "error": self._error})
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Finish."""
-        self._finish(trainer, "finished")
+        if not self._running:
+            return
+        self._running = False
+        finish_trackers(self.trackers)
+        if self._error is None:
+            reason = plain(getattr(trainer, "stop_reason", None))
+            self._write_status({"status": "finished", "step": trainer.global_step, "stop_reason": reason})
 
     def _start(self, trainer: Any, module: Any, *, resume_step: int | None = None) -> None:
         if self._running:
@@ -90,18 +103,8 @@ class Tracking(Callback):
             self.log_with, self.project_name or "drivetrain", self._configuration(trainer, module),
             init_kwargs=self.init_kwargs, resume_step=resume_step, timeout=self.timeout, run_dir=trainer.log_dir,
         )
-        self._running = True
+        self._running, self._error = True, None
         self._write_status({"status": "running", "step": trainer.global_step})
-
-    def _finish(self, trainer: Trainer, status: str, error: str | None = None) -> None:
-        if not self._running:
-            return
-        self._running = False
-        for tracker in self.trackers if error is not None else ():
-            tracker.fail(error)
-        finish_trackers(self.trackers)
-        reason = {"error": error} if error else {"stop_reason": plain(getattr(trainer, "stop_reason", None))}
-        self._write_status({"status": status, "step": trainer.global_step, **reason})
 
     def _configuration(self, trainer: Any, module: Any) -> dict[str, Any]:
         """Return all hyperparameters; where the data module has others of the same name, they go below "datamodule"."""

@@ -75,7 +75,7 @@ class QueuedTracker(GeneralTracker):
     def tracker(self) -> Any:
         """The native object. Raises RuntimeError when the tracker could not be started."""
         self._wait_for_start()
-        return self.wrapped.tracker
+        return self.wrapped.tracker  # type: ignore[attr-defined]
 
     @property
     def journal(self) -> Path:
@@ -164,7 +164,8 @@ class QueuedTracker(GeneralTracker):
 
     def _put_call(self, method: str, *args: Any, **kwargs: Any) -> None:
         options = snapshot(kwargs)
-        entry = Entry(method, tuple(snapshot(dict(enumerate(args))).values()), None, options, time.time())
+        given = snapshot({str(place): value for place, value in enumerate(args)})
+        entry = Entry(method, tuple(given.values()), None, options, time.time())
         if self._overflowing or self._queue.qsize() >= self.capacity:
             self._keep(entry)  # as text: an image has no place in the overflow
             self._tell(f"Its queue is full: {method} is only noted in {self.journal}.")

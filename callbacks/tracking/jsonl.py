@@ -80,10 +80,10 @@ class JSONLinesTracker(GeneralTracker):
         with open(self.path, newline="\n", encoding="utf-8") as file:
             for line in file:
                 entry = json.loads(line) if line.endswith("\n") else {"step": float("inf")}
-                step = entry.get("step")
-                if not line.endswith("\n") or None not in (step, self.resume_step) and step > self.resume_step:
+                step, last = entry.get("step"), self.resume_step
+                if not line.endswith("\n") or (step is not None and last is not None and step > last):
                     continue
-                if "config" in entry or step is not None and step == self.resume_step:
+                if "config" in entry or (step is not None and step == last):
                     self._repeatable.append(entry.get("config", entry.get("values")))
                 yield line
 

@@ -62,7 +62,7 @@ def flatten(values: Mapping[str, Any], *, separator: str = "/") -> dict[str, Any
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        items = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        items: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
         if not isinstance(items, Mapping):
             flat[str(name)] = value
         elif not items:
@@ -78,11 +78,16 @@ class _Pending:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach().clone()
-        self._copied = torch.Event(tensor.device)
-        self._copied.record(torch.accelerator.current_stream(tensor.device))
+        self._copied: Any = None
+        try:
+            self._copied = torch.Event(tensor.device)
+            self._copied.record(torch.accelerator.current_stream(tensor.device))
+        except (RuntimeError, ValueError, TypeError):  # a device without streams
+            self._copied, self._tensor = None, self._tensor.cpu()
 
     def tensor(self) -> torch.Tensor:
-        self._copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._tensor.cpu()
 
 
