@@ -18,11 +18,13 @@ from pathlib import Path
 
 _DEFAULT_PORT = 29500  # torchrun's, and what most examples export
 _LOCALHOST = "127.0.0.1"
+_PREFIXES = ("DRIVETRAIN_", "ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "HF_", "SLURM_",
+             "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process stands: ranks count from 0, `local_*` within its node; `sources` names each value's variable.
+    """Where this process stands: ranks count from 0, `local_*` within a node; `sources` names each value's variable.
 
     `launched` is true when a launcher has started all the processes already, so that nobody must start them again.
     `attempt` counts the restarts by an elastic agent. `main_address` is empty where no variable tells it.
@@ -64,8 +66,7 @@ def under_test_runner() -> bool:
 def interactive() -> bool:
     """Whether this is a notebook, an IPython shell, or Python's own prompt."""
     ipython = sys.modules.get("IPython")
-    shell = ipython is not None and ipython.get_ipython() is not None
-    return shell or hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    return bool((ipython and ipython.get_ipython()) or hasattr(sys, "ps1") or sys.flags.interactive)
 
 
 def text(name: str, default: str | None = None) -> str | None:
@@ -284,8 +285,7 @@ def _check(rank: int, size: int, sources: Mapping[str, str]) -> None:
 
 
 def _candidates(name: str) -> tuple[str, ...]:
-    known = ("DRIVETRAIN_", "ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "HF_", "SLURM_")
-    return (name,) if name.startswith(known) else (f"DRIVETRAIN_{name}", f"ACCELERATE_{name}")
+    return (name,) if name.startswith(_PREFIXES) else (f"DRIVETRAIN_{name}", f"ACCELERATE_{name}")
 
 
 def _integer(name: str, value: str) -> int:

@@ -7,8 +7,9 @@ travel by the group that serves their device, all else by a group for CPU tensor
 
 from __future__ import annotations
 
-import gc
+import atexit
 import hashlib
+import os
 import pickle
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+
+from . import rendezvous
 
 if TYPE_CHECKING:
     from .environment import Placement
@@ -83,6 +85,13 @@ class World:
         _check_how(how)
         return bool(flag)
 
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks, and the agent that started them, that this rank ends by `error`."""
+
+    def peer_failure(self) -> str | None:
+        """What another rank has reported of its end ("rank 1: ValueError: …"), if one has; never waits."""
+        return None
+
     def close(self) -> None:
         """Leave the others; may be called more than once."""
 
@@ -100,26 +109,27 @@ class TorchWorld(World):
         self.local_rank = placement.local_rank if known else self.rank
         self.local_size = placement.local_size if known else self.size
         self.node_rank, self.num_nodes = (placement.node_rank, placement.num_nodes) if known else (0, 1)
-        super().__init__(_select(torch.device(device), self.local_rank))
+        super().__init__(rendezvous.select_device(torch.device(device), self.local_rank))
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         self.backend = backends.get(self.device.type) or dist.get_backend()
         self._devices = set(backends) - {"mps"}  # gloo says that it serves mps, and fails
         self._cpu_group = dist.group.WORLD if "cpu" in backends else dist.new_group(backend="gloo")
-        self._owned, self._closed = owned, False
+        self._owned, self._closed, self._pid = owned, False, os.getpid()
+        if self.backend == "gloo":
+            atexit.register(self.close)
 
     @classmethod
     def create(cls, placement: Placement, device: torch.device | str, *, backend: str | None = None,
                timeout: timedelta | float | None = None, init_method: str | None = None) -> TorchWorld:
-        """Initialise the process group, unless one exists already: that one is used, and `close` leaves it alone.
+        """Initialise the process group (see `rendezvous.join`), unless one exists already.
 
-        `backend` defaults to the device's own with gloo beside it for CPU tensors, `timeout` (seconds) to torch's,
-        `init_method` to a TCP store at the placement's address. Raises ValueError where that address is unknown.
+        A group that the user has initialised is used, and `close` leaves it alone.
         """
         device = torch.device(device)
         if dist.is_initialized():
             return cls(placement, device)
-        device = _select(device, placement.local_rank)
-        _initialize(placement, backend or _backend(device), timeout, init_method)
+        device = rendezvous.select_device(device, placement.local_rank)
+        rendezvous.join(placement, device, backend=backend, timeout=timeout, init_method=init_method)
         return cls(placement, device, owned=True)
 
     def barrier(self, name: str = "") -> None:
@@ -193,17 +203,24 @@ class TorchWorld(World):
         dist.all_reduce(votes, dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN, group=self._cpu_group)
         return bool(votes.item())
 
+    def report_failure(self, error: BaseException) -> None:
+        rendezvous.report_failure(error)
+
+    def peer_failure(self) -> str | None:
+        return rendezvous.peer_failure()
+
     def close(self) -> None:
         if current() is self:
             set_current(World(self.device))
         closed, self._closed = self._closed, True
-        if closed or not dist.is_initialized():
+        if closed or not dist.is_initialized() or os.getpid() != self._pid:
             return
-        gc.collect()  # a DistributedDataParallel in a reference cycle must go before its group does
         if self._owned:
-            dist.destroy_process_group()
+            rendezvous.leave()
         elif self._cpu_group is not dist.group.WORLD:
-            dist.destroy_process_group(self._cpu_group)
+            rendezvous.leave(self._cpu_group)
+        else:
+            rendezvous.settle()
 
     def _route(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """The tensor without its graph where a group can reach it, and that group."""
@@ -234,37 +251,6 @@ def raise_unequal(descriptions: list[str]) -> None:
         f"Expected tensors of the same structure, dtype and shape on every rank. Received: {received}. "
         "Pad them first (pad_across_processes), or gather them as objects (gather_object)."
     )
-
-
-def _initialize(placement: Placement, backend: str, timeout: timedelta | float | None, method: str | None) -> None:
-    if method is None and not placement.main_address:
-        raise ValueError(
-            f"Expected the address of rank 0's machine. Received: {placement.num_nodes} nodes under "
-            f"{placement.launcher}, and no MASTER_ADDR. Export MASTER_ADDR (and MASTER_PORT) on every node."
-        )
-    host = f"[{placement.main_address}]" if ":" in placement.main_address else placement.main_address
-    method = method or f"tcp://{host}:{placement.main_port}"
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store, rank, size = next(rendezvous(method, placement.rank, placement.size, **limit))
-    # The elastic agent keeps its store over a restart, where gloo would find the addresses of the ranks that died.
-    store = dist.PrefixStore(f"attempt-{placement.attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
-
-
-def _backend(device: torch.device) -> str:
-    own = dist.get_default_backend_for_device(device)
-    return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
-
-
-def _select(device: torch.device, local_rank: int) -> torch.device:
-    """Make an accelerator the current one of this process, by local rank where no index is given."""
-    if device.type in ("cpu", "meta", "xla"):
-        return device
-    index = local_rank % torch.accelerator.device_count() if device.index is None else device.index
-    torch.accelerator.set_device_index(index)
-    return torch.device(device.type, index)
 
 
 def _write(target: Tensor, source: Tensor) -> Tensor:

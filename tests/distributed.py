@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -124,6 +125,7 @@ class _Job:
         self.release: int | None = None
 
     def start(self) -> None:
+        importlib.import_module("torch._dynamo")  # what DistributedDataParallel imports: once here, not in every rank
         reading, self.release = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
