@@ -1,0 +1,201 @@
+"""Checkpoints: directories that are complete and verified, or not there.
+
+A save (`Writer`) is written into a hidden folder beside its final name: every file hashed while it is written and made
+durable, manifest.json last. Then the folder gets its name in one step, and only after that the folder it replaces is
+deleted. docs/checkpoint-format.md describes the result for other programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from . import folders, manifest
+from .files import CheckpointError, HashingReader, sync_folder
+from .state import decode
+from .tensor_file import read_tensors
+from .writer import Writer
+
+__all__ = ["MANIFEST", "Checkpoint", "CheckpointError", "Writer", "complete", "newest", "remove"]
+
+MANIFEST = manifest.NAME
+_THREADS = 4  # that verify; hashing lets go of the interpreter's lock
+_log = logging.getLogger(__name__)
+
+
+class Checkpoint:
+    """A complete checkpoint, open for reading; `Checkpoint.open` makes one."""
+
+    def __init__(self, directory: Path, contents: dict[str, Any], *, verified: bool = False) -> None:
+        self.directory = directory
+        self.manifest = contents
+        self.files: dict[str, dict[str, Any]] = contents["files"]
+        self._verified = verified
+
+    @classmethod
+    def open(cls, directory: str | Path, verify: bool = True) -> Checkpoint:
+        """Open a checkpoint; raises CheckpointError, naming the file, unless every file is as the manifest says.
+
+        With `verify=False` a file is only verified when it is read (and always then), which saves a pass over all
+        files, and finds damage later.
+        """
+        folders.settle(Path(os.path.abspath(directory)))
+        real = Path(os.path.realpath(directory))  # a link that is turned round later does not mix two checkpoints
+        if not real.is_dir():
+            raise CheckpointError(f"{real}: is not there, or is no folder.")
+        if not os.path.lexists(real / MANIFEST):
+            raise CheckpointError(f"{real}: has no {MANIFEST}. It is no checkpoint, or one that was never finished.")
+        checkpoint = cls(real, manifest.load(real), verified=verify)
+        problems = checkpoint.verify() if verify else []
+        if problems:
+            raise CheckpointError(f"{real} is damaged: " + "; ".join(problems))
+        return checkpoint
+
+    def verify(self) -> list[str]:
+        """Return what is wrong with the files, one sentence each; an empty list: nothing. Reads every byte."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [problem for problem in pool.map(self._examine, self.files) if problem]
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a file of this name."""
+        return name in self.files
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes, verified."""
+        with self._reader(name) as file:
+            data = bytes(file.take(file.size))
+            self._confirm(name, file)
+        return data
+
+    def json(self, name: str) -> Any:
+        """Return the tree in a JSON file, verified."""
+        return manifest.parse_json(self.read(name), str(self.directory / name))
+
+    def tensors(self, name: str, *, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a safetensors file, verified: the bytes that were hashed are the bytes returned.
+
+        They are new ones on the CPU. With `into` those named there are read into the given tensors instead, without
+        a copy on the way where these are contiguous and on the CPU; the file is verified before the first of them
+        is touched.
+        """
+        if into and not self._verified and (problem := self._examine(name)):
+            raise CheckpointError(problem)
+        with self._reader(name) as file:
+            tensors, _ = read_tensors(file, into=into)
+            self._confirm(name, file)
+        return tensors
+
+    def state(self, stem: str) -> Any:
+        """Return nested state that `Writer.state` wrote."""
+        tensors = self.tensors(f"{stem}.safetensors") if self.has(f"{stem}.safetensors") else {}
+        return decode(self.json(f"{stem}.json"), tensors)
+
+    def _examine(self, name: str) -> str:
+        try:
+            with self._reader(name) as file:
+                if file.skim() != self.files[name][manifest.HASH]:
+                    return f"{file.path}: is damaged (its hash is wrong)."
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def _reader(self, name: str) -> HashingReader:
+        if name not in self.files:
+            raise CheckpointError(f"{self.directory}: has no file {name!r}; it has {', '.join(self.files) or 'none'}.")
+        path = self.directory / name
+        if os.path.realpath(path) != str(path):
+            raise CheckpointError(f"{path}: is, or lies behind, a symbolic link; expected a regular file.")
+        reader = HashingReader(path)
+        if reader.size != self.files[name]["size"]:
+            reader.close()
+            raise CheckpointError(
+                f"{path}: is damaged (expected {self.files[name]['size']} bytes. Received: {reader.size})."
+            )
+        return reader
+
+    def _confirm(self, name: str, file: HashingReader) -> None:
+        if file.position != file.size or file.digest() != self.files[name][manifest.HASH]:
+            raise CheckpointError(f"{file.path}: is damaged (its hash is wrong).")
+
+
+def newest(parent: str | Path) -> Path | None:
+    """Return the newest complete and verified checkpoint in a folder: by step, then by the time of its commit.
+
+    A damaged one is named in a warning, and the one before it is taken. Hidden folders are unfinished saves and do not
+    count; a link such as `last` counts as what it points to.
+    """
+    parent = Path(parent)
+    if not parent.is_dir():
+        return None
+    folders.recover(parent)
+    found: dict[Path, tuple[int, str, Path]] = {}
+    for entry in sorted(parent.iterdir(), key=lambda entry: not entry.is_symlink()):  # its own name wins over a link's
+        contents = _contents(entry)
+        if contents is not None:
+            real = Path(os.path.realpath(entry))
+            step = -1 if contents.get("step") is None else contents["step"]
+            found[real] = (step, contents["time"], real if entry.is_symlink() else entry)
+    for _, _, directory in sorted(found.values(), reverse=True):
+        try:
+            Checkpoint.open(directory)
+            return directory
+        except CheckpointError as error:
+            _log.warning("skipping a damaged checkpoint: %s", error)
+    return None
+
+
+def complete(directory: str | Path) -> bool:
+    """Whether this is a finished checkpoint: manifest right, every file there and of its size. Hashes nothing."""
+    try:
+        checkpoint = Checkpoint.open(directory, verify=False)
+        for name in checkpoint.files:
+            checkpoint._reader(name).close()
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def remove(directory: str | Path) -> None:
+    """Remove a checkpoint: first it becomes invisible in one step, then it is deleted. Nothing there: nothing to do.
+
+    A link is removed, not what it points to. Raises CheckpointError for a folder that is no checkpoint, OSError where
+    the system does not allow it.
+    """
+    directory = Path(os.path.abspath(directory))
+    if directory.is_symlink():
+        directory.unlink()
+        return
+    if not directory.exists():
+        return
+    if not os.path.lexists(directory / MANIFEST):
+        raise CheckpointError(f"Expected a checkpoint to remove. Received: {directory}, which has no {MANIFEST}.")
+    hidden = folders.claim(directory, "removing")
+    try:
+        os.rename(directory, hidden)
+        sync_folder(directory.parent)
+    except OSError:
+        folders.release(hidden)
+        raise
+    folders.discard(hidden)
+
+
+def _contents(directory: Path) -> dict[str, Any] | None:
+    """A folder's manifest; None, and a warning if it looks like a checkpoint, where it has no good one."""
+    if directory.name.startswith("."):
+        return None
+    if directory.is_symlink() and not directory.exists():
+        _log.warning("skipping %s, a link to what is not there", directory)
+    if not directory.is_dir():
+        return None
+    try:
+        return Checkpoint.open(directory, verify=False).manifest
+    except CheckpointError as error:
+        if os.path.lexists(directory / MANIFEST) or next(directory.glob("*.safetensors"), None):
+            _log.warning("skipping a damaged checkpoint: %s", error)
+        return None
