@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, EnumMeta
 from typing import Any
 
 import torch
-
-# --- enumerations -----------------------------------------------------------------------------------------------------
-
 
 class _Searchable(EnumMeta):
     """Lets `"fp16" in PrecisionType` ask for a value as well as for a member."""
@@ -167,9 +164,6 @@ class TensorInformation:
     dtype: torch.dtype
 
 
-# --- options given as kwargs_handlers ---------------------------------------------------------------------------------
-
-
 class KwargsHandler:
     """Base of the option classes that `Accelerator(kwargs_handlers=[...])` takes."""
 
@@ -221,11 +215,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        _check(
-            self.timeout is None or isinstance(self.timeout, timedelta),
-            "a datetime.timedelta or None",
-            timeout=self.timeout,
-        )
+        given = self.timeout
+        _check(given is None or isinstance(given, timedelta), "a datetime.timedelta or None", timeout=given)
 
 
 @dataclass
@@ -351,9 +342,6 @@ class ProfileKwargs(KwargsHandler):
         return getattr(torch.profiler.ProfilerActivity, known[name])
 
 
-# --- configuration objects with arguments of their own ---------------------------------------------------------------
-
-
 @dataclass
 class DataLoaderConfiguration:
     """How prepared loaders share data among the processes.
@@ -385,9 +373,8 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        _check(
-            self.total_limit is None or self.total_limit >= 1, "None or at least 1", total_limit=self.total_limit
-        )
+        limit = self.total_limit
+        _check(limit is None or limit >= 1, "None or at least 1", total_limit=limit)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -455,8 +442,6 @@ def check_num_steps(num_steps: int) -> int:
     return num_steps
 
 
-# --- engines that are not part of this version ------------------------------------------------------------------------
-
 _INSTEAD = {
     "DeepSpeedPlugin": ("DeepSpeed", 'strategy="ddp"'),
     "FullyShardedDataParallelPlugin": ("FSDP", 'strategy="ddp"'),
@@ -464,9 +449,6 @@ _INSTEAD = {
     "MegatronLMPlugin": ("Megatron-LM", 'strategy="ddp"'),
     "ParallelismConfig": ("A mesh of several kinds of parallelism", 'strategy="ddp"'),
     "FP8RecipeKwargs": ("fp8", 'mixed_precision="bf16"'),
-    "AORecipeKwargs": ("fp8 with torchao", 'mixed_precision="bf16"'),
-    "TERecipeKwargs": ("fp8 with TransformerEngine", 'mixed_precision="bf16"'),
-    "MSAMPRecipeKwargs": ("fp8 with MS-AMP", 'mixed_precision="bf16"'),
 }
 
 
@@ -498,23 +480,8 @@ class MegatronLMPlugin(_Absent):
     """Megatron-LM's settings: not part of this version."""
 
 
-class AORecipeKwargs(_Absent):
-    """Settings of fp8 with torchao: not part of this version."""
-
-
-class TERecipeKwargs(_Absent):
-    """Settings of fp8 with TransformerEngine: not part of this version."""
-
-
-class MSAMPRecipeKwargs(_Absent):
-    """Settings of fp8 with MS-AMP: not part of this version."""
-
-
 class FP8RecipeKwargs(_Absent):
-    """Settings of fp8 by backend: not part of this version."""
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
+    """Settings of fp8, whatever its backend: not part of this version."""
 
 
 def _check(condition: bool, expected: str, **received: Any) -> None:
@@ -529,8 +496,3 @@ def _member(kind: type[Enum], value: Any, name: str) -> Any:
             return member
     known = ", ".join(str(member.value) for member in kind)
     raise ValueError(f"Expected {name} to be one of {known}. Received: {name}={value!r}. Choose one of these.")
-
-
-def field_names(settings: Any) -> list[str]:
-    """Returns the names of a settings object's fields."""
-    return [entry.name for entry in fields(settings)]

@@ -35,7 +35,7 @@ from ..callbacks.tracking import trackers
 from ..strategies import collectives, environment, random
 from ..strategies.accumulation import Accumulation, Window
 from ..strategies.base import Strategy, is_scheduler, parameters_of
-from ..strategies.checkpoint.format import Checkpoint, Writer
+from ..strategies.checkpoint.format import Writer
 from ..strategies.checkpoint.tensors import save_weights
 from ..strategies.contents import Contents
 from ..strategies.data.loader import skip_first_batches
@@ -58,7 +58,7 @@ from ..strategies.settings import (
 )
 from ..strategies.state import AcceleratorState
 from ..strategies.world import World
-from .given import (
+from .resolution import (
     accumulation_plugin,
     compilation_plugin,
     handlers_by_type,
@@ -67,7 +67,14 @@ from .given import (
     project_configuration,
     refuse_absent_engines,
 )
-from .naming import found_checkpoint, next_checkpoint, remove_old, require_safe, run_save_hooks, save_tensors
+from .checkpoint_folders import (
+    next_checkpoint,
+    open_checkpoint,
+    remove_old,
+    require_safe,
+    run_save_hooks,
+    save_tensors,
+)
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
@@ -554,6 +561,7 @@ class Accelerator:
 
         `weight` (drivetrain's) is the number of items, such as tokens, that the loss is a mean over: the window's
         gradient is then the mean over all items of all its micro-batches and processes. Give it on every process.
+        Further arguments go to `loss.backward`, or to `via=function`, which then differentiates in its place.
 
         Raises:
             TypeError: the loss is no tensor.
@@ -571,7 +579,8 @@ class Accelerator:
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Brings the gradients of an optimizer (default: of all) to their true scale, once per step."""
-        optimizers = self._contents.optimizers if optimizer is None else listed(optimizer)
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers = self._contents.optimizers if optimizer is None else chosen
         for one in optimizers:
             self.precision.unscale(unwrap_optimizer(one))
 
@@ -745,7 +754,7 @@ class Accelerator:
 
     # State
 
-    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = True) -> None:
+    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
         """Writes a dict of tensors as a safetensors file, on the first process (or on each machine's, if so set).
 
         Raises:
@@ -863,7 +872,7 @@ class Accelerator:
             CheckpointError: a file is missing or damaged; the message names it.
         """
         options = {"strict": strict, **(load_kwargs or {}), **load_model_func_kwargs}
-        checkpoint = Checkpoint.open(found_checkpoint(self.project_configuration, input_dir, self.world))
+        checkpoint = open_checkpoint(self.project_configuration, input_dir, self.world)
         models = list(self._contents.models)
         for hook in self._load_hooks.values():
             hook(models, str(checkpoint.directory))

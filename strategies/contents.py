@@ -1,0 +1,178 @@
+"""What a training checkpoint holds, and in which file.
+
+    model.safetensors, model_1.safetensors, …   weights of the prepared models, under the user's own names
+    optimizer-0.json (+ .safetensors), …        optimizer state by parameter names, so that any number of processes loads it
+    training.json (+ .safetensors)              schedulers, the loss scaler, loaders, registered objects
+    rank-00000.json (+ .safetensors), …         of each process: random states, registered objects that are `per_rank`
+
+The first process writes everything that all share. How files become durable is the checkpoint folder's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import random
+from .checkpoint.tensors import clean_keys, load_weights, save_weights
+from .optimizer import load_named_state, named_state, parameter_names
+from .precision import Precision
+from .scheduler import unwrap_scheduler
+from .world import World
+
+if TYPE_CHECKING:
+    from .base import Strategy
+
+logger = logging.getLogger(__name__)
+
+
+class Contents:
+    """Everything that was prepared or registered, in that order, and how it goes into a checkpoint and back."""
+
+    def __init__(self) -> None:
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[Any] = []
+        self.objects: list[Any] = []
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.objects):
+            held.clear()
+
+    def save(
+        self,
+        writer: Any,
+        strategy: Strategy,
+        *,
+        precision: Precision,
+        weights: list[dict[str, Any]],
+        max_shard_size: int | str | None = None,
+        extra: dict[str, Any] | None = None,
+        weights_only: bool = False,
+    ) -> None:
+        """Writes this process's files; `weights` are those of the models, `extra` is kept in training.json."""
+        if strategy.world.rank == 0:
+            options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            for index, state in enumerate(weights):
+                save_weights(writer, state, name=weights_name(index), **options)
+        if weights_only:
+            return
+        if strategy.world.rank == 0:
+            names = self._parameter_names(strategy)
+            for index, optimizer in enumerate(self.optimizers):
+                writer.state(f"optimizer-{index}", named_state(optimizer, names))
+            writer.state("training", self._shared_state(precision, extra or {}))
+        writer.state(rank_name(strategy.world.rank), self._own_state(strategy.world))
+
+    def load(
+        self,
+        checkpoint: Any,
+        strategy: Strategy,
+        *,
+        precision: Precision,
+        models: list[Any],
+        strict: bool = True,
+        weights_only: bool = False,
+        positions: bool = False,
+    ) -> dict[str, Any]:
+        """Restores the given models and, unless `weights_only`, everything else; returns what `save` got as `extra`.
+
+        `positions` puts loaders back to their place within the epoch; else only their epoch is restored.
+
+        Raises:
+            ValueError: other objects were saved than are here; the message says which.
+        """
+        for index, model in enumerate(models):
+            state = load_weights(checkpoint, name=weights_name(index))
+            strategy.load_state_dict(model, state, strict=strict)
+        if weights_only:
+            return {}
+        saved = checkpoint.state("training")
+        self._check_counts(checkpoint, saved)
+        names = self._parameter_names(strategy)
+        for index, optimizer in enumerate(self.optimizers):
+            load_named_state(optimizer, checkpoint.state(f"optimizer-{index}"), names, label=f"optimizer {index}")
+        self._load_shared(saved, precision, positions)
+        self._load_own(checkpoint, strategy.world)
+        return saved["extra"]
+
+    def _parameter_names(self, strategy: Strategy) -> dict[int, str]:
+        names = parameter_names(strategy.unwrap(model) for model in self.models)
+        return {key: next(iter(clean_keys({name: None}))) for key, name in names.items()}
+
+    def _shared_state(self, precision: Precision, extra: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "optimizers": len(self.optimizers),
+            "schedulers": [unwrap_scheduler(scheduler).state_dict() for scheduler in self.schedulers],
+            "precision": precision.state_dict(),
+            "loaders": [loader.state_dict() for loader in self.loaders],
+            "objects": [obj.state_dict() for obj in self._registered(per_rank=False)],
+            "extra": extra,
+        }
+
+    def _load_shared(self, saved: dict[str, Any], precision: Precision, positions: bool) -> None:
+        for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
+            unwrap_scheduler(scheduler).load_state_dict(state)
+        precision.load_state_dict(saved["precision"])
+        for loader, state in zip(self.loaders, saved["loaders"], strict=True):
+            loader.load_state_dict(state if positions else {**state, "samples": 0})
+        for obj, state in zip(self._registered(per_rank=False), saved["objects"], strict=True):
+            obj.load_state_dict(state)
+
+    def _own_state(self, world: World) -> dict[str, Any]:
+        return {
+            "random": random.capture(world.device),
+            "objects": [obj.state_dict() for obj in self._registered(per_rank=True)],
+        }
+
+    def _load_own(self, checkpoint: Any, world: World) -> None:
+        """Random states last: building anything above may have drawn from them."""
+        name = rank_name(world.rank)
+        if not checkpoint.has(f"{name}.json"):
+            logger.warning(
+                "The checkpoint %s has no state of rank %d: it was saved by fewer processes. This rank keeps its own "
+                "random state and its own per-rank objects.", checkpoint.directory, world.rank,
+            )  # fmt: skip
+            return
+        own = checkpoint.state(name)
+        for obj, state in zip(self._registered(per_rank=True), own["objects"], strict=True):
+            obj.load_state_dict(state)
+        random.restore(own["random"], world.device)
+
+    def _registered(self, *, per_rank: bool) -> list[Any]:
+        return [obj for obj in self.objects if bool(getattr(obj, "per_rank", False)) == per_rank]
+
+    def _check_counts(self, checkpoint: Any, saved: dict[str, Any]) -> None:
+        here = {
+            "optimizers": len(self.optimizers),
+            "schedulers": len(self.schedulers),
+            "loaders": len(self.loaders),
+            "objects": len(self._registered(per_rank=False)),
+        }
+        there = {key: saved[key] if isinstance(saved[key], int) else len(saved[key]) for key in here}
+        if here != there:
+            raise ValueError(
+                f"Expected what was prepared and registered when {checkpoint.directory} was saved: {there}. Received: "
+                f"{here}. Prepare and register the same objects in the same order before loading, or load with "
+                "weights_only=True."
+            )
+
+
+def weights_name(index: int) -> str:
+    """Returns the stem of the file with the weights of a model by its number."""
+    return "model" if index == 0 else f"model_{index}"
+
+
+def rank_name(rank: int) -> str:
+    """Returns the stem of the file with what is one process's own."""
+    return f"rank-{rank:05d}"
+
+
+def fitted(state: dict[str, torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns weights under the keys that a module has, which a compiler or a wrapper inside it may have prefixed."""
+    keys = {next(iter(clean_keys({key: None}))): key for key in module.state_dict()}
+    return {keys.get(key, key): value for key, value in state.items()}

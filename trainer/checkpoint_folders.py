@@ -1,0 +1,131 @@
+"""Where an Accelerator's checkpoints lie: given folders, numbered ones, old ones that go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..strategies.checkpoint.format import Checkpoint, Writer, newest, remove
+from ..strategies.settings import ProjectConfiguration
+from ..strategies.world import World
+
+logger = logging.getLogger(__name__)
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def next_checkpoint(config: ProjectConfiguration, output_dir: str | os.PathLike | None) -> Path:
+    """Returns the folder to save into: the given one, or under automatic naming `checkpoints/checkpoint_<iteration>`.
+
+    Raises:
+        ValueError: neither is set, or the numbered folder exists.
+    """
+    if not config.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "Expected output_dir, or automatic_checkpoint_naming=True. Received: neither. Pass a folder, or "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+        return Path(output_dir)
+    if output_dir is not None:
+        logger.warning("output_dir=%r is not used: automatic_checkpoint_naming chooses the folder.", str(output_dir))
+    directory = numbered_folder(config) / f"checkpoint_{config.iteration}"
+    if directory.exists():
+        raise ValueError(
+            f"Expected a folder that does not exist yet. Received: {directory}. Continue the numbers with "
+            "ProjectConfiguration(iteration=...), or load the newest with load_state() first."
+        )
+    return directory
+
+
+def numbered_folder(config: ProjectConfiguration) -> Path:
+    """Returns the folder that holds the numbered checkpoints."""
+    if config.project_dir is None:
+        raise ValueError("Expected project_dir for automatic_checkpoint_naming. Received: None. Set project_dir.")
+    return Path(config.project_dir) / "checkpoints"
+
+
+def open_checkpoint(config: ProjectConfiguration, input_dir: str | os.PathLike | None, world: World) -> Checkpoint:
+    """Opens the given checkpoint, or the newest complete one under automatic naming; verified once, by rank 0.
+
+    Raises:
+        ValueError: no folder is given or configured, or there is no checkpoint.
+        CheckpointError: a file is missing or damaged; the message names it.
+    """
+    found, problem = None, None
+    if world.rank == 0:
+        try:
+            found = _verified(config, input_dir)
+        except Exception as error:
+            problem = error
+    found, problem = world.broadcast_object((found, problem))
+    if problem is not None:
+        raise problem
+    return Checkpoint.open(found, verify=False)
+
+
+def _verified(config: ProjectConfiguration, input_dir: str | os.PathLike | None) -> Path:
+    if input_dir is not None:
+        return Checkpoint.open(Path(input_dir)).directory
+    if not config.automatic_checkpoint_naming:
+        raise ValueError("Expected input_dir, or automatic_checkpoint_naming=True. Received: neither. Pass a folder.")
+    found = newest(numbered_folder(config))
+    if found is None:
+        raise ValueError(f"Expected a checkpoint in {numbered_folder(config)}. Received: none. Save one first.")
+    return found
+
+
+def remove_old(parent: Path, limit: int | None) -> None:
+    """Removes the numbered checkpoints with the lowest numbers until `limit` are left."""
+    if limit is None:
+        return
+    numbered = [(int(match[1]), path) for path in parent.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
+    for _, path in sorted(numbered)[:-limit]:
+        remove(path)
+
+
+def run_save_hooks(
+    hooks: Mapping[int, Callable[..., None]], models: list[Any], weights: list[dict[str, Any]], writer: Writer
+) -> None:
+    """Calls the hooks of `save_state`; files that they wrote become part of the checkpoint."""
+    if not hooks:
+        return
+    for hook in hooks.values():
+        hook(models, weights, str(writer.folder))
+    writer.world.barrier("hooks of save_state")
+    if writer.world.rank == 0:
+        for path in sorted(writer.folder.rglob("*")):
+            if path.is_file():
+                writer.adopt(path.relative_to(writer.folder).as_posix())
+
+
+def require_safe(safe_serialization: bool) -> None:
+    """Raises ValueError where a pickle is asked for."""
+    if not safe_serialization:
+        raise ValueError(
+            "Expected safe_serialization=True. Received: False, which would write a pickle: loading one can run code. "
+            "Leave it out; the files are safetensors and JSON."
+        )
+
+
+def save_tensors(obj: Any, f: str | os.PathLike) -> None:
+    """Writes a dict of tensors as a safetensors file, shared ones as copies.
+
+    Raises:
+        TypeError: the object is something else.
+    """
+    from safetensors.torch import save_file
+
+    flat = isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
+    if not flat or not all(isinstance(key, str) for key in obj):
+        raise TypeError(
+            f"Expected a dict of tensors by name. Received: {type(obj).__name__}. Save other objects with "
+            "register_for_checkpointing() and save_state(), which write no pickles."
+        )
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in obj.items()}, f)

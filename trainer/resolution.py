@@ -1,0 +1,131 @@
+"""What an Accelerator's arguments come to, together with its plugins and the variables that a launcher set.
+
+Each value may be given in one place, or in several with the same value; different values are an error that shows them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+from ..strategies import environment
+from ..strategies.settings import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    check_num_steps,
+    not_in_this_version,
+)
+
+HANDLERS = (
+    AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs,
+)  # fmt: skip
+
+
+def refuse_absent_engines(**plugins: Any) -> None:
+    """Raises NotImplementedError for a plugin that was given, and whose engine is not part of this version."""
+    for name, plugin in plugins.items():
+        if plugin is not None:
+            raise not_in_this_version(name)
+
+
+def handlers_by_type(handlers: list[KwargsHandler] | None) -> dict[type, Any]:
+    """Returns the option objects by their type.
+
+    Raises:
+        TypeError: an object is none that `kwargs_handlers` takes.
+        ValueError: two are of one type.
+    """
+    found: dict[type, Any] = {}
+    for handler in handlers or []:
+        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        if kind is None:
+            names = ", ".join(known.__name__ for known in HANDLERS)
+            raise TypeError(f"Expected kwargs_handlers to hold {names}. Received: {handler!r}. Pass one of these.")
+        if kind in found:
+            raise ValueError(f"Expected one {kind.__name__}. Received: {found[kind]} and {handler}. Keep one.")
+        found[kind] = handler
+    return found
+
+
+def accumulation_plugin(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """Returns how gradients are accumulated, from the argument, the plugin and ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+
+    The argument's default of 1 counts as not given.
+    """
+    check_num_steps(num_steps)
+    given = {
+        "gradient_accumulation_steps": num_steps if num_steps != 1 else None,
+        "gradient_accumulation_plugin.num_steps": None if plugin is None else plugin.num_steps,
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment.integer("GRADIENT_ACCUMULATION_STEPS"),
+    }
+    steps = one_value("the number of accumulated micro-batches", given)
+    return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=steps or 1)
+
+
+def compilation_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Returns how models are compiled, from the argument or the plugin, else from ACCELERATE_DYNAMO_…"""
+    if backend is not None and plugin is not None:
+        raise ValueError(f"Expected dynamo_backend or dynamo_plugin. Received: {backend!r} and {plugin}. Give one.")
+    if plugin is not None:
+        return plugin
+    if backend is not None:
+        return TorchDynamoPlugin(backend=getattr(backend, "value", backend))
+    name = environment.text("DYNAMO_BACKEND")
+    if name is None or name.lower() == "no":
+        return TorchDynamoPlugin()
+    return TorchDynamoPlugin(
+        backend=name,
+        mode=environment.text("DYNAMO_MODE"),
+        fullgraph=environment.flag("DYNAMO_USE_FULLGRAPH"),
+        dynamic=True if environment.flag("DYNAMO_USE_DYNAMIC") else None,
+        use_regional_compilation=environment.flag("DYNAMO_USE_REGIONAL_COMPILATION"),
+    )
+
+
+def loader_configuration(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+    """Returns a copy of the loaders' settings; `split_batches` alone is enough."""
+    if config is None:
+        return DataLoaderConfiguration(split_batches=bool(split_batches))
+    if split_batches is not None and split_batches != config.split_batches:
+        raise ValueError(
+            f"Expected split_batches once. Received: split_batches={split_batches} and {config}. "
+            "Set it in the DataLoaderConfiguration."
+        )
+    return copy.copy(config)
+
+
+def project_configuration(
+    config: ProjectConfiguration | None, project_dir: str | os.PathLike | None
+) -> ProjectConfiguration:
+    """Returns where the project's files lie; the folder may be given apart."""
+    config = copy.copy(config) if config is not None else ProjectConfiguration()
+    if project_dir is not None:
+        one_value("the project's folder", {"project_dir": str(project_dir), "project_config": config.project_dir})
+        config.set_directories(str(project_dir))
+    return config
+
+
+def one_value(what: str, given: dict[str, Any]) -> Any:
+    """Returns the one value that is given, None for none; different values are a ValueError that shows them all."""
+    values = {name: value for name, value in given.items() if value is not None}
+    if len(set(values.values())) > 1:
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ValueError(f"Expected one value for {what}. Received: {shown}. Set it in one place.")
+    return next(iter(values.values()), None)
+
+
+def parameter_list(parameters: Any) -> list[torch.Tensor]:
+    """Returns one parameter, or any iterable of them, as a list."""
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
