@@ -10,8 +10,9 @@ from .base import Callback
 class GradientAccumulation(Callback):
     """Let an optimizer step follow every ``scheduling`` micro-batches: a number, or ``{epoch: number}``.
 
-    In ``{0: 1, 5: 4}`` an entry holds from its epoch (counted from 0) on; before the first entry the number is 1. Raises
-    TypeError or ValueError for numbers below 1 and epochs below 0, and at the start of a fit with manual optimization.
+    In ``{0: 1, 5: 4}`` an entry holds from its epoch (counted from 0) on; before the first entry the number is 1.
+    Raises TypeError or ValueError for numbers below 1 and epochs below 0, and at the start of a fit with manual
+    optimization.
     """
 
     def __init__(self, scheduling: int | Mapping[int, int]) -> None:

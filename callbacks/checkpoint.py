@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import AFTER_MODULE, Callback
+from .checks import check_choice, check_whole
 from .durations import Deadline, DurationLike, seconds
 from .filenames import Template, folder
 from .monitored import Monitored
@@ -22,22 +23,23 @@ _COUNTERS = ("epoch", "step")
 class ModelCheckpoint(Callback):
     """Save checkpoints (folders) into ``dirpath`` and keep the best, the newest or all of them.
 
-    ``monitor`` and ``mode`` name a logged metric and whether its "min" or "max" is best. ``save_top_k`` is how many are kept: the
-    best ones, without ``monitor`` the newest; -1 all, 0 none. ``save_last`` (True or "link": the same here) also keeps the
-    newest, to which the link ``last`` points.
+    ``monitor`` and ``mode`` name a logged metric and whether its "min" or "max" is best. ``save_top_k`` is how many
+    are kept: the best ones, without ``monitor`` the newest; -1 all, 0 none. ``save_last`` (True or "link": the same
+    here) also keeps the newest, to which the link ``last`` points.
 
-    A save is due every ``every_n_train_steps`` optimizer steps, every ``train_time_interval`` (seconds, "2h", a timedelta) and
-    every ``every_n_epochs`` epochs (1, where none of the three is given): at the end of an epoch and after each validation
-    within it; only at its end with ``save_on_train_epoch_end=True``, only after validations with False. A save waits for
-    its metric: for the validation that follows at the same step, or, if there is nothing new since the last save, for the next
-    value.
+    A save is due every ``every_n_train_steps`` optimizer steps, every ``train_time_interval`` (seconds, "2h", a
+    timedelta) and every ``every_n_epochs`` epochs (1, where none of the three is given): at the end of an epoch and
+    after each validation within it; only at its end with ``save_on_train_epoch_end=True``, only after validations
+    with False. A save waits for its metric: for the validation that follows at the same step, or, if there is nothing
+    new since the last save, for the next value.
 
     ``filename`` is a template, "{epoch}-{step}-{val_loss:.2f}", that becomes "epoch=2-step=300-val_loss=0.12"
     (``auto_insert_metric_name=False`` leaves the names out). A name that is taken gets "-v1", "-v2", … unless
     ``enable_version_counter=False``, which replaces what lies there.
 
-    A checkpoint is removed only when the one that comes in its place is on the disk, and only if this callback wrote it. Raises
-    TypeError or ValueError for bad arguments, and ValueError naming the logged metrics where ``monitor`` is none of them.
+    A checkpoint is removed only when the one that comes in its place is on the disk, and only if this callback wrote
+    it. Raises TypeError or ValueError for bad arguments, and ValueError naming the logged metrics where ``monitor``
+    is none of them.
     """
 
     priority = AFTER_MODULE + 100  # what other callbacks do at the same event belongs into the checkpoint
@@ -64,11 +66,10 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
-        _check_whole("save_top_k", save_top_k, least=-1)
-        _check_whole("every_n_train_steps", every_n_train_steps or 0, least=0)
-        _check_whole("every_n_epochs", every_n_epochs or 0, least=0)
-        if save_last not in (None, False, True, "link"):
-            raise ValueError(f'Expected True, False or "link". Received: save_last={save_last!r}. Use one of these.')
+        check_whole("save_top_k", save_top_k, least=-1)
+        check_whole("every_n_train_steps", every_n_train_steps, least=0)
+        check_whole("every_n_epochs", every_n_epochs, least=0)
+        check_choice("save_last", save_last, (None, False, True, "link"))
         self._monitored = None if monitor is None else Monitored(monitor, mode, owner=type(self).__name__)
         self._rank = self._monitored and self._monitored.rank
         self.dirpath = None if dirpath is None else folder(dirpath)
@@ -80,7 +81,8 @@ class ModelCheckpoint(Callback):
         self.save_top_k, self.save_last, self.save_weights_only = save_top_k, bool(save_last), save_weights_only
         self.save_on_exception, self.save_on_train_epoch_end = save_on_exception, save_on_train_epoch_end
         self._every_steps = every_n_train_steps or 0
-        self._interval = None if train_time_interval is None else seconds(train_time_interval, name="train_time_interval")
+        interval = train_time_interval
+        self._interval = None if interval is None else seconds(interval, name="train_time_interval")
         others = every_n_train_steps is not None or train_time_interval is not None
         self._every_epochs = (0 if others else 1) if every_n_epochs is None else every_n_epochs
         self._deadline = Deadline()
@@ -95,7 +97,7 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, without ``monitor`` the newest; "" before the first."""
-        return self._kept.best
+        return self._kept.best or ""
 
     @property
     def best_model_score(self) -> float | None:
@@ -120,9 +122,11 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """The newest checkpoint, with ``save_last``."""
-        return self._kept.last
+        return self._kept.last or ""
 
-    def format_checkpoint_name(self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None) -> str:
+    def format_checkpoint_name(
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
         """Return the path of a checkpoint for counters and metrics (name → number)."""
         template = self._made(filename) if filename else self._template
         name = template.render(metrics) + ("" if ver is None else f"-v{ver}")
@@ -159,7 +163,8 @@ class ModelCheckpoint(Callback):
         last = self.dirpath / self.CHECKPOINT_NAME_LAST
         if self.save_last and last.exists() and not last.is_symlink():
             raise ValueError(
-                f"Expected a link or nothing at {last}. Received: a file or folder. Move it away, or set save_last=False."
+                f"Expected a link or nothing at {last}. Received: a file or folder. "
+                "Move it away, or set save_last=False."
             )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -170,7 +175,7 @@ class ModelCheckpoint(Callback):
             discard(self._kept.doomed)  # a crash may have come just before this
         if self.save_on_train_epoch_end is False and self._every_epochs and not _validates(trainer):
             warnings.warn(
-                "Expected validations to save after. Received: save_on_train_epoch_end=False and nothing to validate on. "
+                "Expected validations to save after. Received: save_on_train_epoch_end=False, nothing to validate on. "
                 "No checkpoint is saved at the end of an epoch; leave save_on_train_epoch_end out.",
                 stacklevel=2,
             )
@@ -205,7 +210,7 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self.save_on_exception and self._fitting and trainer.global_step != self._saved_step:
-            path = self._path(trainer, math.nan, agreed=False)
+            path = self._free(trainer, self._counters(trainer), agreed=False)
             self._write(trainer, replace(self._kept, last=path, new=path, doomed={}))
         self._fitting = False
 
@@ -225,7 +230,7 @@ class ModelCheckpoint(Callback):
         return self._every_epochs > 0 and (trainer.current_epoch + 1) % self._every_epochs == 0
 
     def _save_or_wait(self, trainer: Any, *, more: bool) -> None:
-        """Save, or wait for the metric if it comes later at this step (``more`` does), or has not come since the last save."""
+        """Save, or wait for the metric: if ``more`` comes at this step, or nothing has come since the last save."""
         step, monitored = trainer.global_step, self._monitored
         if more and any(trainer.metric_steps.get(name) != step for name in self._uses):
             self._waiting = True
@@ -260,11 +265,12 @@ class ModelCheckpoint(Callback):
     # Saving
 
     def _save(self, trainer: Any, score: float, *, ranked: bool = True) -> None:
-        path = self._path(trainer, score)
         limit = self.save_top_k if ranked else 0
-        planned = self._kept.admit(path, score, limit=limit, rank=self._rank, last=self.save_last)
+        planned = self._kept.admit(score, limit=limit, rank=self._rank, last=self.save_last)
         if planned is not None:
-            self._write(trainer, planned)
+            metrics = self._counters(trainer) | ({self.monitor: score} if self.monitor else {})
+            path = self.format_checkpoint_name(metrics)
+            self._write(trainer, planned.named(path if path in planned.doomed else self._free(trainer, metrics)))
 
     def _write(self, trainer: Any, planned: Kept) -> None:
         """Have a checkpoint written; what it replaces goes when it is on the disk."""
@@ -286,16 +292,16 @@ class ModelCheckpoint(Callback):
             self._planned, self._saved_step = self._kept, -1
             raise
 
-    def _path(self, trainer: Any, score: float, *, agreed: bool = True) -> str:
-        """Return a free path: rank 0's, for only its disk is looked at, or with ``agreed=False`` this rank's."""
-        metrics = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        if self.monitor:
-            metrics[self.monitor] = score
-        world = trainer.accelerator.world
+    def _free(self, trainer: Any, metrics: dict[str, Any], *, agreed: bool = True) -> str:
+        """Return a path that is free on rank 0's disk (others need not see it); not ``agreed``, on this rank's."""
         path, version = self.format_checkpoint_name(metrics), self.STARTING_VERSION
         while self.enable_version_counter and os.path.lexists(path):
             path, version = self.format_checkpoint_name(metrics, ver=version), version + 1
-        return world.broadcast_object(path) if agreed and world.size > 1 else path
+        return trainer.accelerator.world.broadcast_object(path) if agreed else path
+
+    @staticmethod
+    def _counters(trainer: Any) -> dict[str, Any]:
+        return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _made(self, filename: str | None) -> Template:
         insert = filename is not None and self.auto_insert_metric_name
@@ -318,7 +324,7 @@ class OnExceptionCheckpoint(Callback):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         metrics = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        if trainer.training:
+        if trainer.session.stage == "fit":
             trainer.save_checkpoint(self.dirpath / self._template.render(metrics))
 
 
@@ -328,10 +334,3 @@ def _validates(trainer: Any) -> bool:
 
 def _epoch_over(trainer: Any) -> bool:
     return trainer.batch_idx >= trainer.num_training_batches
-
-
-def _check_whole(name: str, value: Any, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"Expected a whole number ≥ {least}. Received: {name}={value!r}. Leave it out for the default."
-        )

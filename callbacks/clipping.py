@@ -7,23 +7,26 @@ from typing import Any
 from torch import Tensor
 
 from .base import Callback
+from .checks import check_choice
 
 
 class GradientClipping(Callback):
     """Clip the gradients of each optimizer before it steps, when its window is complete and they are unscaled.
 
-    ``algorithm`` is "norm" (the 2-norm over all parameters of the optimizer, over all ranks, is at most ``value``) or "value" (each
-    entry lies within ±``value``). ``norm`` holds the last norm before clipping as a 0-dim tensor, None until then and with
-    "value"; ``log_norm=True`` logs it as "grad_norm" ("grad_norm/0", … with several optimizers). An infinite ``value`` clips
-    nothing and still measures. Raises ValueError unless ``value`` is a number above zero and the algorithm is known.
+    ``algorithm`` is "norm" (the 2-norm over all parameters of the optimizer, over all ranks, is at most ``value``) or
+    "value" (each entry lies within ±``value``). ``norm`` holds the last norm before clipping as a 0-dim tensor, None
+    until then and with "value"; ``log_norm=True`` logs it as "grad_norm" ("grad_norm/0", … with several optimizers).
+    An infinite ``value`` clips nothing and still measures. Raises ValueError unless ``value`` is a number above zero
+    and the algorithm is known.
     """
 
     def __init__(self, value: float, algorithm: str = "norm", *, log_norm: bool = False) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ValueError(f"Expected a number above zero. Received: value={value!r}. Write e.g. GradientClipping(1.0).")
+            raise ValueError(
+                f"Expected a number above zero. Received: value={value!r}. Write e.g. GradientClipping(1.0)."
+            )
         algorithm = getattr(algorithm, "value", algorithm)  # an enumeration's member is as good as its word
-        if algorithm not in ("norm", "value"):
-            raise ValueError(f'Expected "norm" or "value". Received: algorithm={algorithm!r}. Use one of these.')
+        check_choice("algorithm", algorithm, ("norm", "value"))
         if log_norm and algorithm == "value":
             raise ValueError(
                 "Expected the norm to be logged only where it is computed. Received: algorithm='value', log_norm=True. "

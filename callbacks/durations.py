@@ -80,8 +80,8 @@ def seconds(value: DurationLike, *, name: str) -> float:
 class Deadline:
     """Tells all ranks at the same step that a moment has come, with few messages.
 
-    One process asks its clock each time. Several follow rank 0's clock, which also says after how many steps to look again: when
-    half of the way may be done, so that a look, which costs a collective, is seldom.
+    One process asks its clock each time. Several follow rank 0's clock, which also says after how many steps to look
+    again: when half of the way may be done, so that a look, which costs a collective, is seldom.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Deadline:
         self._seen = (0, -math.inf)  # calls and clock at the last look
 
     def passed(self, moment: float, *, now: Callable[[], float], world: World) -> bool:
-        """Tell whether ``now()`` is at or past ``moment`` (both in seconds); to be called by all ranks equally often."""
+        """Tell whether ``now()`` is at or past ``moment`` (seconds); every rank has to call it equally often."""
         if world.size == 1:
             return now() >= moment
         self._calls += 1

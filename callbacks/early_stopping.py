@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 from .base import AFTER_MODULE, Callback
+from .checks import check_number, check_whole
 from .monitored import Monitored
 
 
 class EarlyStopping(Callback):
     """Stop when ``monitor`` has not improved by more than ``min_delta`` in ``patience`` checks in a row.
 
-    Checked once for every new value: after each validation, or at the end of an epoch where the metric comes from training or
-    the validation from the epoch's end; ``check_on_train_epoch_end`` True or False allows only the one or the other. Training
-    also stops when the metric is no finite number (``check_finite``), is better than ``stopping_threshold`` or worse than
-    ``divergence_threshold``. ``mode`` "min" or "max" says what is better.
+    Checked once for every new value: after each validation, or at the end of an epoch where the metric comes from
+    training or the validation from the epoch's end; ``check_on_train_epoch_end`` True or False allows only the one or
+    the other. Training also stops when the metric is no finite number (``check_finite``), is better than
+    ``stopping_threshold`` or worse than ``divergence_threshold``. ``mode`` "min" or "max" says what is better.
 
     ``best_score``, ``wait_count`` and ``stopped_epoch`` (-1: not stopped) tell where it stands, and go on after an
-    interruption. Raises ValueError naming the logged metrics where ``monitor`` is none of them (``strict=False``: warns).
+    interruption. Raises ValueError naming the logged metrics where ``monitor`` is none of them (``strict=False``:
+    warns).
     """
 
     priority = AFTER_MODULE  # an epoch's means are known only then
@@ -39,11 +40,10 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
         self._monitored = Monitored(monitor, mode, owner=type(self).__name__)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"Expected a whole number ≥ 0 of checks. Received: patience={patience!r}. Write e.g. patience=3.")
-        _check_number("min_delta", min_delta)
-        _check_number("stopping_threshold", stopping_threshold)
-        _check_number("divergence_threshold", divergence_threshold)
+        check_whole("patience", patience, least=0)
+        check_number("min_delta", min_delta)
+        check_number("stopping_threshold", stopping_threshold)
+        check_number("divergence_threshold", divergence_threshold)
         self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, abs(min_delta), patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -83,7 +83,7 @@ class EarlyStopping(Callback):
         self._fitting = False
 
     def _check(self, trainer: Any, *, complete: bool) -> None:
-        """Look at a new value; ``complete``: all that an epoch logs has been logged, so a missing metric stays missing."""
+        """Look at a new value; ``complete``: all that an epoch logs has been logged, what is missing stays missing."""
         if self._monitored.missing(trainer):
             if complete and self.strict:
                 raise ValueError(self._monitored.absent(trainer))
@@ -113,8 +113,3 @@ class EarlyStopping(Callback):
         if self.wait_count < self.patience:
             return ""
         return f"{self.monitor} did not improve in {self.wait_count} checks (best: {self.best_score:.6g})"
-
-
-def _check_number(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value)):
-        raise ValueError(f"Expected a number. Received: {name}={value!r}. Write e.g. {name}=0.01.")

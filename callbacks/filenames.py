@@ -15,8 +15,8 @@ _SEPARATORS = re.compile(r"[/\\]")
 class Template:
     """A file name with fields ``{name}`` or ``{name:format}``, where a name is that of a counter or metric.
 
-    With ``insert`` each field becomes "name=value" (``equals`` is the sign between). Separators of folders in names of metrics become
-    "_". Raises ValueError for text that would make a folder.
+    With ``insert`` each field becomes "name=value" (``equals`` is the sign between). Separators of folders in names
+    of metrics become "_". Raises ValueError for text that would make a folder.
     """
 
     def __init__(self, text: str, *, insert: bool = False, equals: str = "=") -> None:

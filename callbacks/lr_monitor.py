@@ -6,14 +6,16 @@ from collections import Counter
 from typing import Any, Iterator
 
 from .base import Callback
+from .checks import check_choice
 
 
 class LearningRateMonitor(Callback):
     """Log learning rates under names like "lr-AdamW", "lr-AdamW/pg1" (parameter groups), "lr-AdamW-1" (a second one).
 
-    A scheduler's ``name`` replaces "lr-AdamW", a group's "name" its "pg1". ``logging_interval`` "step" logs what each row's step
-    is done with, "epoch" what each epoch begins with; None goes by each scheduler's own interval (without one: by step).
-    ``log_momentum`` and ``log_weight_decay`` add "…-momentum" and "…-weight_decay". ``lrs`` maps names to all values logged.
+    A scheduler's ``name`` replaces "lr-AdamW", a group's "name" its "pg1". ``logging_interval`` "step" logs what each
+    row's step is done with, "epoch" what each epoch begins with; None goes by each scheduler's own interval (without
+    one: by step). ``log_momentum`` and ``log_weight_decay`` add "…-momentum" and "…-weight_decay". ``lrs`` maps names
+    to all values logged.
     """
 
     def __init__(
@@ -24,11 +26,9 @@ class LearningRateMonitor(Callback):
         log_weight_decay: bool = False,
         log_key_prefix: str | None = None,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise ValueError(
-                f'Expected "step", "epoch" or None. Received: logging_interval={logging_interval!r}. Use one of these.'
-            )
-        self.logging_interval, self.log_momentum, self.log_weight_decay = logging_interval, log_momentum, log_weight_decay
+        check_choice("logging_interval", logging_interval, (None, "step", "epoch"))
+        self.logging_interval, self.log_momentum = logging_interval, log_momentum
+        self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
         self.lrs: dict[str, list[float]] = {}
         self._by_step: list[tuple[str, dict[str, Any]]] = []
@@ -56,7 +56,8 @@ class LearningRateMonitor(Callback):
         for name, group in groups:
             values[name] = float(group["lr"])
             if self.log_momentum:
-                values[f"{name}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+                momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                values[f"{name}-momentum"] = float(momentum)
             if self.log_weight_decay:
                 values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         for name, value in values.items():

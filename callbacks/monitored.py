@@ -1,4 +1,4 @@
-"""A logged metric that a decision rests on: which way is better, whether it is new, and what to say when it is not there."""
+"""A logged metric that a decision rests on: which way is better, whether it is new, what to say when it is missing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import operator
 import warnings
 from typing import Any, Callable
 
+from .checks import check_choice
+
 
 class Monitored:
     """The metric ``name`` as one callback (``owner``, for messages) follows it; every value is acted on once.
 
-    ``used`` is the ``global_step`` of the value that was taken last (-1: none yet) and belongs into the owner's state. Values are
-    reduced over ranks before they are seen here, so decisions are the same on every rank.
+    ``used`` is the ``global_step`` of the value that was taken last (-1: none yet) and belongs into the owner's
+    state. Values are reduced over ranks before they are seen here, so decisions are the same on every rank.
     """
 
     def __init__(self, name: str, mode: str, *, owner: str) -> None:
@@ -22,11 +24,7 @@ class Monitored:
                 f"Expected the name of a logged metric. Received: {owner}(monitor={name!r}). "
                 'Name what self.log is given, e.g. monitor="val_loss".'
             )
-        if mode not in ("min", "max"):
-            raise ValueError(
-                f'Expected "min" or "max". Received: {owner}(mode={mode!r}). '
-                'Say "min" for a loss and "max" for an accuracy.'
-            )
+        check_choice("mode", mode, ("min", "max"))
         self.name, self.mode, self.owner = name, mode, owner
         self.better: Callable[[float, float], bool] = operator.lt if mode == "min" else operator.gt
         self.worst = math.inf if mode == "min" else -math.inf

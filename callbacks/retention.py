@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable, Iterable
 
-from ..strategies.checkpoint import complete, remove
+from ..strategies.checkpoint import CheckpointError, complete, remove
 
 
 @dataclass(frozen=True)
@@ -17,54 +17,62 @@ class Kept:
     """The checkpoints of one callback that are on the disk, by path."""
 
     scores: dict[str, float] = field(default_factory=dict)  # oldest first
-    last: str = ""  # kept beside them: what the link "last" points to, or what a crash left
-    best: str = ""
+    last: str | None = None  # kept beside them: what the link "last" points to, or what a crash left
+    best: str | None = None
     best_score: float | None = None
-    new: str = ""  # the checkpoint whose coming ...
+    new: str | None = None  # the checkpoint whose coming ...
     doomed: dict[str, float] = field(default_factory=dict)  # ... lets these go
 
-    def admit(
-        self, path: str, score: float, *, limit: int, rank: Callable[[float], float] | None, last: bool
-    ) -> Kept | None:
-        """Return what is kept once ``path`` is on the disk, or None if ``path`` would not be.
+    def admit(self, score: float, *, limit: int, rank: Callable[[float], float] | None, last: bool) -> Kept | None:
+        """Return what is kept once a new one (named "" until ``named``) is on the disk; None if it would not be kept.
 
-        At most ``limit`` (-1: any number) are kept: those whose score ``rank`` makes smallest, of equals the earlier, or without
-        ``rank`` the newest; and the ``last``.
+        At most ``limit`` (-1: any number) are kept: those whose score ``rank`` makes smallest, of equals the earlier,
+        or without ``rank`` the newest; and the ``last``.
         """
-        scores = {name: value for name, value in self.scores.items() if name != path}
+        scores = dict(self.scores)
         if limit:
-            scores[path] = score
+            scores[""] = score
         if 0 < limit < len(scores):
             del scores[worst(scores, rank)]
-        if path not in scores and not last:
+        if "" not in scores and not last:
             return None
-        new = replace(self, scores=scores, last=path if last else "", new=path)
+        new = replace(self, scores=scores, last="" if last else None, new="")
         better = rank is None or rank(score) < rank(math.nan if self.best_score is None else self.best_score)
-        if path in scores and better:
-            new = replace(new, best=path, best_score=None if rank is None else score)
-        gone = {self.last: math.nan, **self.scores} if self.last else self.scores
-        return replace(new, doomed={n: v for n, v in gone.items() if n not in scores and n not in (new.last, path)})
+        if "" in scores and better:
+            new = replace(new, best="", best_score=None if rank is None else score)
+        gone = {**({} if self.last is None else {self.last: math.nan}), **self.scores}
+        return replace(new, doomed={path: value for path, value in gone.items() if path not in scores})
+
+    def named(self, path: str) -> Kept:
+        """Return the same with the new one called ``path``; one of that name is replaced."""
+
+        def name(old: str | None) -> str | None:
+            return path if old == "" else old
+
+        scores = {name(old): score for old, score in self.scores.items()}
+        doomed = {old: score for old, score in self.doomed.items() if old != path}
+        return replace(self, scores=scores, last=name(self.last), best=name(self.best), new=path, doomed=doomed)
 
     def found(self, folder: str, here: str) -> Kept:
         """Return what of this is on the disk and ours, for a run that saved into ``folder`` and goes on in ``here``.
 
-        A folder that was moved is followed; in another folder nothing is ours to remove. Where a crash came before ``new`` was
-        complete, those that it was to replace stay.
+        A folder that was moved is followed; in another folder nothing is ours to remove. Where a crash came before
+        ``new`` was complete, those that it was to replace stay.
         """
         if folder != here and os.path.isdir(folder):
             return Kept(best=self.best, best_score=self.best_score)
 
-        def moved(path: str) -> str:
-            return os.path.join(here, os.path.basename(path)) if path else ""
+        def moved(path: str | None) -> str | None:
+            return path and os.path.join(here, os.path.basename(path))
 
         def there(scores: dict[str, float]) -> dict[str, float]:
-            return {moved(path): score for path, score in scores.items() if complete(Path(moved(path)))}
+            return {moved(path): score for path, score in scores.items() if complete(moved(path))}
 
         scores, doomed = there(self.scores), there(self.doomed)
-        if self.new and not complete(Path(moved(self.new))):
+        if self.new and not complete(moved(self.new)):
             scores, doomed = {**doomed, **scores}, {}
-        last = next(iter(there({self.last: math.nan} if self.last else {})), "")
-        return Kept(scores, last, moved(self.best), self.best_score, "", doomed)
+        last = moved(self.last) if self.last and complete(moved(self.last)) else None
+        return Kept(scores, last, moved(self.best), self.best_score, None, doomed)
 
 
 def worst(scores: dict[str, float], rank: Callable[[float], float] | None) -> str:
@@ -76,10 +84,8 @@ def discard(paths: Iterable[str]) -> None:
     """Remove checkpoints; one that cannot be removed is warned about."""
     for path in paths:
         try:
-            remove(Path(path))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
+            remove(path)
+        except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"Expected to remove an old checkpoint. Received: {error}. Remove {path} by hand.", stacklevel=2
             )
@@ -94,5 +100,6 @@ def point(link: Path, target: Path) -> None:
         os.replace(unfinished, link)
     except OSError as error:
         warnings.warn(
-            f"Expected a folder that can hold links. Received: {error}. The newest checkpoint is {target}.", stacklevel=2
+            f"Expected a folder that can hold links. Received: {error}. The newest checkpoint is {target}.",
+            stacklevel=2,
         )

@@ -12,18 +12,19 @@ from torch.nn.parameter import is_lazy
 
 from ..strategies.random import preserved
 from .base import Callback
+from .checks import check_whole
 
 
 class ModelSummary(Callback):
-    """Print a table of the model's parts at the start of a fit; ``max_depth`` levels of them, -1 all, 0 only the totals.
+    """Print a table of the model's parts at the start of a fit: ``max_depth`` levels, -1 all, 0 only the totals.
 
-    Where the module has an ``example_input_array`` the sizes of each part's input and output are shown too, for which the model runs
-    once, in evaluation mode, without gradients and without a trace in random states. Raises ValueError for a bad depth.
+    Where the module has an ``example_input_array`` the sizes of each part's input and output are shown too, for which
+    the model runs once, in evaluation mode, without gradients and without a trace in random states. Raises ValueError
+    for a bad depth.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
-            raise ValueError(f"Expected a whole number ≥ -1 of levels. Received: max_depth={max_depth!r}. Use -1 for all.")
+        check_whole("max_depth", max_depth, least=-1)
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -58,10 +59,10 @@ class Summary:
     def __str__(self) -> str:
         sized = any(row.in_size or row.out_size for row in self.rows)
         head = ["Name", "Type", "Params", "Trainable", "Size (MB)", *(["In", "Out"] if sized else [])]
-        lines = [
-            [r.name, r.type, f"{r.parameters:,}", f"{r.trainable:,}", _megabytes(r.size), *([r.in_size, r.out_size] if sized else [])]
-            for r in self.rows
-        ]
+        lines = []
+        for r in self.rows:
+            line = [r.name, r.type, f"{r.parameters:,}", f"{r.trainable:,}", _megabytes(r.size)]
+            lines.append([*line, r.in_size, r.out_size] if sized else line)
         frozen = self.total_parameters - self.trainable_parameters
         totals = (
             f"{self.total_parameters:,} parameters ({self.trainable_parameters:,} trainable, {frozen:,} frozen), "
@@ -74,7 +75,8 @@ class Summary:
 def summarize(model: nn.Module, max_depth: int = 1, *, example_input: Any = None) -> Summary:
     """Return the summary of ``model`` down to ``max_depth`` levels (-1: all).
 
-    ``example_input`` (a tensor, a tuple of arguments or a dict of named ones) is run through the model once to learn sizes.
+    ``example_input`` (a tensor, a tuple of arguments or a dict of named ones) is run through the model once to learn
+    sizes.
     """
     deepest = math.inf if max_depth == -1 else max_depth
     parts = [(name, part) for name, part in model.named_modules() if name and name.count(".") < deepest]
@@ -113,7 +115,10 @@ def _observed_sizes(model: nn.Module, parts: list[nn.Module], example: Any) -> d
     try:
         with preserved(), torch.no_grad():
             model.eval()
-            model(**example) if isinstance(example, dict) else model(*(example if isinstance(example, tuple) else (example,)))
+            if isinstance(example, dict):
+                model(**example)
+            else:
+                model(*(example if isinstance(example, tuple) else (example,)))
     finally:
         for handle in handles:
             handle.remove()

@@ -6,24 +6,25 @@ import time
 from typing import Any
 
 from .base import AFTER_MODULE, Callback
+from .checks import check_choice
 from .durations import Deadline, DurationLike, seconds
 
 _STAGES = ("train", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Stop training after ``duration`` (seconds, "2h", "DD:HH:MM:SS", a timedelta or a dict of its arguments; None: never).
+    """Stop training after ``duration``, and keep the time of each stage.
 
-    The time is that of the whole run, before and after an interruption, with the validations in it. ``interval`` says where it is
-    looked at: after each optimizer step ("step") or at the end of each epoch ("epoch"). All ranks stop at the same step, by
-    rank 0's clock. Raises TypeError or ValueError for what is no length of time.
+    A duration is a number of seconds, "2h", "DD:HH:MM:SS", a timedelta or a dict of its arguments; None never stops.
+    The time is that of the whole run, before and after an interruption, with the validations in it. ``interval`` says
+    where it is looked at: after each optimizer step ("step") or at the end of each epoch ("epoch"). All ranks stop at
+    the same step, by rank 0's clock. Raises TypeError or ValueError for what is no length of time.
     """
 
     priority = AFTER_MODULE
 
     def __init__(self, duration: DurationLike | None = None, interval: str = "step", *, verbose: bool = True) -> None:
-        if interval not in ("step", "epoch"):
-            raise ValueError(f'Expected "step" or "epoch". Received: interval={interval!r}. Use one of these.')
+        check_choice("interval", interval, ("step", "epoch"))
         self.duration = None if duration is None else seconds(duration, name="duration")
         self.interval, self.verbose = interval, verbose
         self._deadline = Deadline()
@@ -101,6 +102,5 @@ class Timer(Callback):
 
 
 def _known(stage: str) -> str:
-    if stage not in _STAGES:
-        raise ValueError(f"Expected one of {', '.join(_STAGES)}. Received: stage={stage!r}. Use one of these.")
+    check_choice("stage", stage, _STAGES)
     return stage
