@@ -1,6 +1,8 @@
 """What a tracker is, and which ones there are.
 
-A tracker's file is imported when the tracker is asked for, so that a package that is not used costs nothing.
+A tracker's file is imported when the tracker is asked for, so that a package that is not used costs nothing; and then
+with all that it needs, by the calling thread: an import that runs in another thread while workers are forked would
+never end in them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..base import Callback
 from .base import on_main
-from .csv import replace
 from .feed import QueuedTracker
+from .files import replace
 from .trackers import finish_trackers, start_trackers
 from .values import plain
 

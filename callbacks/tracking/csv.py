@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from .base import GeneralTracker, on_main_process
+from .files import replace
 from .values import flatten, plain
 
 Row = dict[str, str]
@@ -61,8 +64,6 @@ class CSVTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write `hparams.yaml`."""
-        import yaml
-
         text = yaml.safe_dump(plain(values), sort_keys=False, allow_unicode=True)
         replace(self.path.with_name("hparams.yaml"), [text])
 
@@ -150,16 +151,6 @@ class CSVTracker(GeneralTracker):
         if self._file is None:
             self._file = io.FileIO(self.path, "r+")
         return self._file
-
-
-def replace(path: Path, parts: Any) -> None:
-    """Write a file of text parts so that it is there as a whole or as it was before."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "w", newline="", encoding="utf-8") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def _chained(header: str, lines: Iterator[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import GeneralTracker, on_main_process
-from .csv import replace
+from .files import replace
 from .values import plain
 
 

@@ -6,6 +6,7 @@ each call.
 
 from __future__ import annotations
 
+import inspect
 import os
 import struct
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
@@ -43,6 +45,7 @@ class TensorBoardTracker(GeneralTracker):
         self.run_name = run_name
         self.logging_dir = Path(logging_dir) / run_name
         self._options = {"flush_secs": FLUSH_SECONDS, **kwargs}
+        inspect.signature(SummaryWriter).bind(str(self.logging_dir), **self._options)  # a wrong name is an error now
         self._logged: set[str] = set()  # tags that the step has at which a run goes on
         self._end: Any = None  # what closes the session in the HPARAMS tab
         self._refused: set[str] = set()
@@ -94,10 +97,10 @@ class TensorBoardTracker(GeneralTracker):
     def fail(self, error: str) -> None:
         """Mark the session as failed and write the error as text."""
         if self._end is not None:
-            metadata = self._end.value[0].metadata.plugin_data
-            data = HParamsPluginData.FromString(metadata.content)
+            end = next(value for value in self._end.value if value.tag == hparams_metadata.SESSION_END_INFO_TAG)
+            data = HParamsPluginData.FromString(end.metadata.plugin_data.content)
             data.session_end_info.status = Status.Value("STATUS_FAILURE")
-            metadata.content = data.SerializeToString()
+            end.metadata.plugin_data.content = data.SerializeToString()
         self.writer.add_text("error", error)
 
     @on_main_process

@@ -159,6 +159,27 @@ def test_trackers_are_imported_when_they_are_asked_for():
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
 
 
+def test_nothing_is_imported_by_the_threads_of_trackers():
+    """A worker that is forked meanwhile could not import the same module."""
+    program = """
+        import sys
+        from drivetrain.callbacks.tracking.base import tracker_class
+        from drivetrain.callbacks.tracking.trackers import finish_trackers, start_trackers
+        names = ["csv", "jsonl", "tensorboard"]
+        for name in names:
+            tracker_class(name)
+        before = set(sys.modules)
+        trackers = start_trackers(names, "run", {"a": {"b": [1]}}, "logs")
+        for tracker in trackers:
+            tracker.log({"x": 1.0, "text": "y", "parts": {"a": 1.0}}, step=1)
+            tracker.fail("ValueError")
+            tracker.flush(30)
+        finish_trackers(trackers)
+        assert set(sys.modules) == before, set(sys.modules) - before
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+
+
 def test_csv_tracker_finds_the_standard_library_under_any_package_name(tmp_path):
     """A test runner may import the checkout under the name of its folder."""
     program = f"""

@@ -160,6 +160,11 @@ def test_nothing_is_flushed_at_each_call(tmp_path):
     tracker.finish()
 
 
+def test_a_wrong_option_is_an_error_at_once(tmp_path):
+    with pytest.raises(TypeError, match="flush_seconds"):
+        TensorBoardTracker("", tmp_path, flush_seconds=5)
+
+
 def test_no_warnings(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
