@@ -48,8 +48,8 @@ def _import_from_here() -> None:
 
 def _log_to_stderr() -> None:
     """Show what drivetrain reports; a program that configures logging itself keeps its own way."""
-    if not logging.getLogger().handlers:
-        logger = logging.getLogger(__package__.split(".")[0])
+    logger = logging.getLogger(__package__.split(".")[0])
+    if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)

@@ -102,14 +102,14 @@ def prefixes(key: str) -> list[str]:
 
 
 def unknown(key: str, known: Iterable[str], source: str | None = None) -> str:
-    """Return the message about an unknown key, with the nearest known one."""
-    known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    # the same word one level off: max_epochs for trainer.max_epochs
-    near = near or [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    group = key.rpartition(".")[0]
-    listed = [name for name in known if name.rpartition(".")[0] == group] or known
-    advice = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(listed)}."
+    """Return the message about an unknown key, with the nearest known one: in its group, else elsewhere."""
+    names = sorted(known)
+    group, _, last = key.rpartition(".")
+    siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == group}
+    near = [siblings[word] for word in difflib.get_close_matches(last, siblings, n=1)]
+    near += [name for name in names if name.rpartition(".")[2] == last]  # max_epochs for trainer.max_epochs
+    near += difflib.get_close_matches(key, names, n=1, cutoff=0.7) if not siblings else []
+    advice = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(siblings.values() or names)}."
     return f"Expected a known key. Received: {key}{f' ({source})' if source else ''}. {advice}"
 
 
@@ -144,7 +144,10 @@ def _file(name: str, *, outside: bool = False) -> Layer:
     try:
         values = document.read(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"Expected YAML. Received: {path}: {error}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or error
+        raise UsageError(f"Expected YAML. Received: {path}{where}: {reason}. Correct it.") from None
     if not isinstance(values, (dict, type(None))):
         raise UsageError(f"Expected keys and values. Received: {path} with {type(values).__name__}. See --help.")
     return Layer(str(path), values or {}, ("--config", str(path)) if values else (), outside)

@@ -140,28 +140,33 @@ class TrainCLI:
         return source_of(self._twin.get(path, path), self._layers)
 
     def _instantiate(self) -> None:
-        if (seed := self.config.seed_everything) is not None:
-            set_seed(seed)  # before the model draws its first weights
-        text = self.print_config()
-        built = construct(self.parser, self.config)
+        """Build the trainer, then the rest: where the trainer starts processes, this one needs no model."""
+        seed, settings = self.config.seed_everything, self.print_config()
+        if seed is not None:
+            set_seed(seed)
+        self.trainer = self._trainer(construct(self.parser, Namespace(trainer=self.config.trainer)).trainer, settings)
+        self._log_machine_settings()
+        if seed is not None:
+            set_seed(seed)  # what the trainer has drawn must not show in the model's first weights
+        rest = {key: value for key, value in vars(self.config).items() if key != "trainer"}
+        built = construct(self.parser, Namespace(rest))
         self.model: TrainModule = built.model
         self.datamodule: DataModule | None = built.get("data")
-        self.trainer = self._trainer(built.trainer, text)
-        self._log_machine_settings()
         if self.auto_configure_optimizers and self.subcommand in ("fit", None):
             optimizer, scheduler = self.config.get("optimizer"), self.config.get("lr_scheduler")
             schedule = self.config.lr_scheduler_config
             provide_optimizer(self.model, optimizer, scheduler, schedule, required=self.subcommand == "fit")
 
-    def _trainer(self, arguments: Namespace, text: str) -> Trainer:
+    def _trainer(self, arguments: Namespace, settings: str) -> Trainer:
         options = dict(vars(arguments))
         if "seed" in options:
             options["seed"] = self.config.seed_everything
-        if self.save_config_callback is not None:
+        leaves_files = not (options.get("fast_dev_run") or options.get("barebones"))
+        if self.save_config_callback is not None and leaves_files:
             header = f"# drivetrain {__version__}: --config with this file starts the same run again\n"
             given = options.get("callbacks") or []
             given = list(given) if isinstance(given, (list, tuple)) else [given]
-            options["callbacks"] = [*given, self.save_config_callback(header + text)]
+            options["callbacks"] = [*given, self.save_config_callback(header + settings)]
         try:
             return self.trainer_class(**options)
         except (TypeError, ValueError) as error:

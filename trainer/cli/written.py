@@ -22,8 +22,8 @@ class SaveConfig(Callback):
         self.filename = filename
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Write the file on the main process; a fast_dev_run leaves no files."""
-        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+        """Write the file on the main process."""
+        if not trainer.is_global_zero:
             return
         path = Path(trainer.log_dir) / self.filename
         path.parent.mkdir(parents=True, exist_ok=True)
