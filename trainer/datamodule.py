@@ -101,4 +101,4 @@ class DataModule(Hyperparameters):
         """Return a data module built from the hyperparameters in a checkpoint; ``kwargs`` win."""
         from .checkpoints import read_hyperparameters
 
-        return cls(**{**read_hyperparameters(cls, checkpoint_path, "datamodule"), **kwargs})
+        return cls(**{**read_hyperparameters(cls, checkpoint_path, "datamodule_hparams"), **kwargs})

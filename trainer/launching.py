@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import torch as safetensors
 
 from ..strategies import environment, launch
-from ..strategies.checkpoint import decode, encode
+from ..strategies.checkpoint.state import decode, encode
 from ..strategies.settings import DataLoaderConfiguration, GradientAccumulationPlugin
 from ..strategies.world import World
 from .accelerator import Accelerator

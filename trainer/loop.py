@@ -26,7 +26,7 @@ In manual optimization ``training_step`` does what stands between ``autocast`` a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Callable
 
 from .evaluation import evaluate
 from .steps import choose_step

@@ -7,7 +7,7 @@ Nothing here reads a tensor's value or talks to another rank while a step runs. 
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import torch
 import xxhash

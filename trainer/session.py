@@ -10,9 +10,9 @@ from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.clipping import GradientClipping
 from ..callbacks.profiler import Profiler
 from ..callbacks.tracking import Tracking
-from .checkpoints import find_checkpoint, restore, run_of
+from .checkpoints import check_hyperparameters, find_checkpoint, restore, run_of
 from .datamodule import DataModule
-from .hooks import Hooks, overrides, warn_about_misspelled
+from .hooks import Hooks, fitting, overrides, warn_about_misspelled
 from .loaders import LoaderSource, checked, flatten, in_order, length, prepared, transfer_function
 from .metrics import Metrics
 from .module import TrainModule
@@ -51,6 +51,7 @@ class Session:
             self._attach()
             self._prepare_data()
             self._fire_setup()
+            check_hyperparameters(self)
             self._prepare_model()
             self._prepare_loaders()
             self.hooks = Hooks(trainer, module, self._callbacks_in_force())
@@ -98,12 +99,10 @@ class Session:
             self.trainer.schedule.set_batches(self.num_training_batches)
             self.loaders["validate"] = self._evaluation_loaders("validate")
 
-    def entry(self, step: str) -> Any:
+    def entry(self, step: str, *, manual: bool = False) -> Any:
         """Return the module's step, routed through the strategy's engine where it has one; resolved once."""
         if step not in self._entries:
-            from .hooks import fitting
-
-            self._entries[step] = fitting(self.trainer.accelerator.entry(self.model, step), step)
+            self._entries[step] = fitting(self.trainer.accelerator.entry(self.model, step, manual=manual), step)
         return self._entries[step]
 
     def step_schedulers(self, interval: str, count: int, *, plateau: bool = False) -> None:
@@ -173,6 +172,7 @@ class Session:
         if self.stage != "fit":
             self.model = accelerator.prepare_model(module, evaluation_mode=True)
             return
+        accelerator.register_for_checkpointing(trainer.run_state)
         optimizers, configs = parse(module.configure_optimizers())
         prepared_ones = accelerator.prepare(module, *optimizers, *[config.scheduler for config in configs])
         self.model, *rest = prepared_ones if isinstance(prepared_ones, tuple) else (prepared_ones,)

@@ -50,7 +50,7 @@ class AutomaticStep:
         session = loop.session
         self.loop, self.session, self.hooks, self.progress = loop, session, session.hooks, loop.progress
         self.accelerator, self.model, self.module = session.trainer.accelerator, session.model, session.module
-        self.training_step = session.entry("training_step")
+        self.training_step = session.entry("training_step", manual=not session.module.automatic_optimization)
         self.optimizer = session.trainer.optimizers[0] if session.trainer.optimizers else None
         self.scaled = self.accelerator.scaler is not None
         self.step_schedulers = [c for c in session.trainer.lr_scheduler_configs if c.interval == "step"]
@@ -78,10 +78,7 @@ class AutomaticStep:
             return
         for hook in hooks.on_before_backward:
             hook(loss)
-        try:
-            accelerator.backward(loss, **options)
-        except RuntimeError as error:
-            raise explained(error, loss, self.module) from error
+        accelerator.backward(loss, **options)
         for hook in hooks.on_after_backward:
             hook()
 
@@ -193,21 +190,6 @@ class ManualStep(AutomaticStep):
         if not (self.scaled and self.accelerator.optimizer_step_was_skipped):
             self.progress.step += 1
         return result
-
-
-def explained(error: RuntimeError, loss: Tensor, module: TrainModule) -> Exception:
-    """Return what went wrong in ``backward`` in the user's terms, or ``error`` itself."""
-    name = type(module).__name__
-    if loss.numel() != 1:
-        return ValueError(
-            f"Expected {name}.training_step to return one number. Received: a tensor of shape {tuple(loss.shape)}. Reduce it, e.g. by .mean()."
-        )
-    if not loss.requires_grad:
-        return ValueError(
-            f"Expected the loss of {name}.training_step to depend on parameters. Received: a tensor without a graph. "
-            "Check for .detach(), .item(), torch.no_grad() or parameters that are all frozen."
-        )
-    return error
 
 
 def _described(outputs: Any) -> str:

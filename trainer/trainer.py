@@ -128,7 +128,7 @@ class Trainer(TrainerState):
         self.run_folder = RunFolder(self.default_root_dir)
         self.session: Session | None = None
         self.module: TrainModule | None = None
-        self.weights_only = False  # what the checkpoint being written holds
+        self.run_state = RunState(self)
         self._accelerator: Any = None
         self._reset()
         self.launcher = Launcher(plan)
@@ -151,7 +151,6 @@ class Trainer(TrainerState):
         """The Accelerator that everything runs on; made at its first use."""
         if self._accelerator is None:
             self._accelerator = make_accelerator(self.plan)
-            self._accelerator.register_for_checkpointing(RunState(self))
         return self._accelerator
 
     def fit(
@@ -254,11 +253,8 @@ class Trainer(TrainerState):
         return True
 
     def _write(self, path: str | Path, weights_only: bool, then: Callable[[], None] | None) -> None:
-        self.weights_only = weights_only
-        try:
-            self.accelerator.save_state(path, metadata=metadata(self), weights_only=weights_only)
-        finally:
-            self.weights_only = False
+        self.run_state.collect()
+        self.accelerator.save_state(path, metadata=metadata(self), weights_only=weights_only)
         if then is not None:
             then()
 
