@@ -136,8 +136,7 @@ class _Variables:
         return all(self.environ.get(name) for name in names)
 
     def first(self, value: str, names: tuple[str, ...]) -> str | None:
-        """The first of `names` that is set, noted as the source of `value`."""
-        for name in names:
+            for name in names:
             if self.environ.get(name):
                 self.sources[value] = name
                 return self.environ[name]
