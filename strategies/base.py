@@ -202,7 +202,8 @@ class Strategy:
 
     def state_dict(self, model: Any, *, full: bool = True) -> dict[str, Any]:
         """Returns the weights of the user's module, under its own names."""
-        return clean_keys(self.unwrap(model).state_dict())
+        module = self.unwrap(model)
+        return clean_keys(module.state_dict(), module)
 
     def load_state_dict(self, model: Any, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Loads weights into the user's module; returns the keys that did not fit."""

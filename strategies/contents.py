@@ -11,13 +11,14 @@ The first process writes everything that all share. How files become durable is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import random
 from .checkpoint.tensors import clean_keys, load_weights, save_weights
-from .optimizer import load_named_state, named_state, parameter_names
+from .optimizer import load_named_state, named_state
 from .precision import Precision
 from .scheduler import unwrap_scheduler
 from .world import World
@@ -62,7 +63,7 @@ class Contents:
         if weights_only:
             return
         if strategy.world.rank == 0:
-            names = self._parameter_names(strategy)
+            names = parameter_names(strategy.unwrap(model) for model in self.models)
             for index, optimizer in enumerate(self.optimizers):
                 writer.state(f"optimizer-{index}", named_state(optimizer, names))
             writer.state("training", self._shared_state(precision, extra or {}))
@@ -93,16 +94,12 @@ class Contents:
             return {}
         saved = checkpoint.state("training")
         self._check_counts(checkpoint, saved)
-        names = self._parameter_names(strategy)
+        names = parameter_names(strategy.unwrap(model) for model in self.models)
         for index, optimizer in enumerate(self.optimizers):
             load_named_state(optimizer, checkpoint.state(f"optimizer-{index}"), names, label=f"optimizer {index}")
         self._load_shared(saved, precision, positions)
         self._load_own(checkpoint, strategy.world)
         return saved["extra"]
-
-    def _parameter_names(self, strategy: Strategy) -> dict[int, str]:
-        names = parameter_names(strategy.unwrap(model) for model in self.models)
-        return {key: next(iter(clean_keys({name: None}))) for key, name in names.items()}
 
     def _shared_state(self, precision: Precision, extra: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -174,5 +171,18 @@ def rank_name(rank: int) -> str:
 
 def fitted(state: dict[str, torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns weights under the keys that a module has, which a compiler or a wrapper inside it may have prefixed."""
-    keys = {next(iter(clean_keys({key: None}))): key for key in module.state_dict()}
+    keys = clean_keys({key: key for key in module.state_dict()}, module)
     return {keys.get(key, key): value for key, value in state.items()}
+
+
+def parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """Returns the name of every parameter of these models by its id.
+
+    The first model's parameters have their own names; those of model number i (from 1) begin with "model_i.".
+    """
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        prefix = f"model_{index}." if index else ""
+        for name, parameter in clean_keys(dict(model.named_parameters()), model).items():
+            names.setdefault(id(parameter), prefix + name)
+    return names

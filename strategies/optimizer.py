@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -135,19 +135,6 @@ def place_state(optimizer: torch.optim.Optimizer) -> None:
                     state[key] = value.to(parameter.device)
 
 
-def parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """Returns the name of every parameter of these models by its id.
-
-    The first model's parameters have their own names; those of model number i (from 1) begin with "model_i.".
-    """
-    names: dict[int, str] = {}
-    for index, model in enumerate(models):
-        prefix = f"model_{index}." if index else ""
-        for name, parameter in model.named_parameters():
-            names.setdefault(id(parameter), prefix + name)
-    return names
-
-
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Returns an optimizer's state with parameters by name instead of by index.
 
@@ -189,7 +176,7 @@ def load_named_state(
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
     for parameter, name in zip(_parameters(optimizer), sum(by_group, []), strict=True):
         if name in saved["state"] and parameter in optimizer.state:
-            optimizer.state[parameter] = _exact(optimizer.state[parameter], saved["state"][name])
+            optimizer.state[parameter] = _exact(saved["state"][name], optimizer.state[parameter])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -219,12 +206,18 @@ def _compare_groups(current: list[list[str]], saved: list[list[str]], label: str
             )
 
 
-def _exact(loaded: Any, saved: Any) -> Any:
-    """`loaded` with tensors of the saved dtype: torch casts state to the parameter's, which may hold fewer digits."""
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+def _exact(saved: Any, loaded: Any) -> Any:
+    """`saved` where `loaded` lost something: torch casts state to the parameter's dtype, which may hold fewer digits,
+    and spoils text inside of lists. Tensors stay where loading put them.
+    """
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(loaded, torch.Tensor):
+            return saved
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
-        return {key: _exact(value, saved[key]) if key in saved else value for key, value in loaded.items()}
-    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)) and len(saved) == len(loaded):
-        return type(loaded)(_exact(a, b) for a, b in zip(loaded, saved))
-    return loaded
+    if isinstance(saved, Mapping):
+        known = loaded if isinstance(loaded, Mapping) else {}
+        return {**known, **{key: _exact(value, known.get(key)) for key, value in saved.items()}}
+    if isinstance(saved, (list, tuple)):
+        known = loaded if isinstance(loaded, (list, tuple)) and len(loaded) == len(saved) else [None] * len(saved)
+        return type(saved)(_exact(value, other) for value, other in zip(saved, known))
+    return saved

@@ -259,6 +259,7 @@ class Scaled(Autocast):
     ) -> None:
         super().__init__(name, dtype, device, options)
         self.scaler = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
+        self.scaler.scale(torch.zeros((), device=device))  # which makes its state, else made by the first loss
         self.skipped_steps = 0
         self._optimizers: set[int] = set()
         self._unscaled: set[int] = set()
