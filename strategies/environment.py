@@ -136,7 +136,7 @@ class _Variables:
         return all(self.environ.get(name) for name in names)
 
     def first(self, value: str, names: tuple[str, ...]) -> str | None:
-            for name in names:
+        for name in names:
             if self.environ.get(name):
                 self.sources[value] = name
                 return self.environ[name]
