@@ -217,6 +217,7 @@ class Replica(DistributedDataParallel):
         if not self.require_backward_grad_sync:
             return
         searches = self.find_unused_parameters and not self.static_graph
+        self.reducer._rebuild_buckets()  # after the first backward of all; a second one before it is an error
         self.reducer.prepare_for_backward([loss] if searches else [])
 
     def release(self) -> None:

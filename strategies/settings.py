@@ -285,7 +285,7 @@ def _wrapped_hook(wrapper: DDPCommunicationHookType, hook: Callable) -> Callable
     return hook
 
 
-def _bf16_hook(state: Any, bucket: Any) -> torch.futures.Future:
+def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, which are text here
     # torch's own bf16 hook refuses every backend but NCCL and XCCL; gloo reduces bfloat16 as well.
     gradients = bucket.buffer()
     compressed = gradients.to(torch.bfloat16).div_(torch.distributed.get_world_size())
