@@ -1,0 +1,272 @@
+"""The prepared loader: one rank's share of a DataLoader's batches, on its device, exact and resumable.
+
+Order, random states and position are functions of (seed, epoch, samples consumed): see `samplers`, `fetch`, `streams`
+and `position`. An epoch ends when its last batch was taken, or when the next iteration begins; leaving a loop early
+keeps the position, so that `state_dict` still tells it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from inspect import isgenerator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
+
+from ..random import derive
+from ..settings import DataLoaderConfiguration
+from ..world import World
+from .division import Division
+from .fetch import MapData
+from .position import Position, SkippedLoader, skip_first_batches
+from .samplers import NOTHING, Share
+from .streams import StreamData
+from .transfer import send
+
+__all__ = ["DataLoaderShard", "SkippedLoader", "prepare_data_loader", "skip_first_batches"]
+
+log = logging.getLogger(__name__)
+
+BATCH = 2  # what a seed is derived for
+
+
+def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device | str | None = None,
+                        put_on_device: bool = True, seed: int = 0, config: DataLoaderConfiguration | None = None,
+                        gradient_state: Any = None, non_blocking: bool = False) -> DataLoaderShard:
+    """A loader of this rank's share of the batches of a DataLoader, or of any other iterable of batches.
+
+    `seed` is the same on every rank. Collective where the user's generators, or loaders with a share of their own,
+    have to be agreed on. Raises TypeError for what is no loader, ValueError for an empty one and for settings that
+    exclude each other.
+    """
+    if isinstance(dataloader, (DataLoaderShard, SkippedLoader)):
+        return dataloader
+    config = config or DataLoaderConfiguration()
+    if config.dispatch_batches:
+        raise ValueError(
+            "Expected dispatch_batches=False or None. Received: dispatch_batches=True. Rank 0 does not read for the "
+            "others: every rank reads what it needs, of iterable data too. Leave it out."
+        )
+    loader = dataloader if _ordinary(dataloader) else _wrapped(dataloader)
+    shard = DataLoaderShard(loader, world=world, config=config, gradient_state=gradient_state,
+                            seed=seed if config.data_seed is None else config.data_seed)
+    if loader is not dataloader:
+        shard.base, shard.dataset = dataloader, getattr(dataloader, "dataset", dataloader)
+    if device is not None and put_on_device and torch.device(device).type != "cpu":
+        shard.device, overlap = torch.device(device), non_blocking or config.non_blocking
+        shard.move = lambda batch: send(batch, shard.device, non_blocking=overlap)
+    return shard
+
+
+class DataLoaderShard(DataLoader):
+    """One rank's share of a loader's batches. Its attributes tell of the batch that was yielded last.
+
+    `end_of_dataloader`: this rank gets no further one. `samples`: in this rank's batch, `global_samples`: in those of
+    all ranks, `weight`: samples * world size / global samples, `position`: samples that all ranks consumed in this
+    epoch, `batches`: how many are left, `remainder`: real samples of a short last global batch, else -1; each None
+    where it cannot be known. Settable: `lockstep` (True: a rank without samples in the last global batch repeats one
+    with weight 0; False: it gets no batch), `transfer` (replaces the move to the device).
+    """
+
+    __setattr__ = object.__setattr__  # torch's own compares names on each store
+
+    def __init__(self, base: DataLoader, *, world: World, config: DataLoaderConfiguration, seed: int = 0,
+                 gradient_state: Any = None) -> None:
+        self.base, self.world, self.config, self.gradient_state = base, world, config, gradient_state
+        self.dataset, self.sampler, self.batch_sampler = base.dataset, base.sampler, base.batch_sampler
+        self.collate_fn, self.num_workers = base.collate_fn, base.num_workers
+        self.device, self.seed, self.epoch, self.lockstep = torch.device("cpu"), seed, 0, True
+        self.transfer: Callable[[Any], Any] | None = None
+        self.move: Callable[[Any], Any] | None = None
+        self.data = StreamData(base) if isinstance(base.dataset, IterableDataset) else MapData(base)
+        self._ranks = Division(self.data, world=world, config=config)
+        self.batch_size, self.drop_last = self._ranks.batch_size, self._ranks.drop_last
+        self._open: int | None = None  # the epoch of an iteration that has not come to its end
+        self._running, self._pending = 0, None
+        self._reset(0)
+        self._check_filled()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def __len__(self) -> int:
+        """Batches in an epoch of this rank; TypeError where sampler or data set do not know."""
+        return self._steps(Position(self.epoch, 0, self.seed))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples in a full global batch; None for batches of the user's own making."""
+        return None if self.batch_size is None else self.batch_size * self.world.size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set; TypeError where it does not know."""
+        return getattr(self.dataset, "total_length", None) or len(self.dataset)
+
+    def iterate(self, skip: int = 0) -> Iterator[Any]:
+        """The batches of an epoch, or what is left of it after `load_state_dict`, without the first `skip`."""
+        place = self._begin()
+        left, done, seen = self._known_steps(place), place.batches + skip, bool(place.samples or skip)
+        left = left if left is None else left - skip
+        move, state = self.transfer or self.move, self.gradient_state
+        self._running += 1
+        if state is not None:
+            state.enter(self)
+        try:
+            for batch, share in self._batches(place, skip):
+                seen = True
+                if batch is NOTHING:
+                    continue
+                _, _, self.samples, self.global_samples, self.weight, self.position, last, _, self.remainder = share
+                if left is not None:
+                    left = left - 1 if left > 1 else 1  # more may come than the data set said
+                self.end_of_dataloader, self.batches = last, 0 if last else left
+                done += 1
+                self._done = done
+                yield batch if move is None else move(batch)
+            self._finish(place.epoch, empty=not seen and left != 0)
+        finally:
+            self._running -= 1
+            if state is not None:
+                state.leave(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch; a position that was loaded for another one is dropped."""
+        if not (self._running and self._open == epoch):
+            self._open = None
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: {"epoch", "samples", "seed", …}; the epoch's place of the batch yielded last."""
+        length = self._known(lambda: len(self.data))
+        if self._open == self.epoch:
+            place = Position(self.epoch, self.position, self.seed, length, self._done, self.world.size,
+                             self.data.streams)
+        else:
+            place = replace(self._next_place(), length=length)
+        return place.to_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration continue exactly there, at any world size. TypeError, ValueError for another dict."""
+        place = Position.from_state(state)
+        length = self._known(lambda: len(self.data))
+        if place.length != length:
+            log.warning("The position is that of an epoch of %s samples; now it has %s. Some are repeated or missed.",
+                        place.length, length)  # fmt: skip
+        if place.seed != self.seed:
+            log.warning("The data goes on in the order of the checkpoint's seed %d, not of %d.", place.seed, self.seed)
+        self.epoch, self.seed, self._pending, self._open = place.epoch, place.seed, place, None
+        self._reset(place.samples)
+
+    def _next_place(self) -> Position:
+        """Where the next iteration begins."""
+        if self._pending is not None and self._pending.epoch == self.epoch:
+            return self._pending
+        return Position(self.epoch, 0, self.seed)
+
+    def _begin(self) -> Position:
+        if self._open == self.epoch:  # left before its end
+            self.epoch += 1
+        place = self._next_place()
+        self._pending, self._open, self._done = None, place.epoch, place.batches
+        self._reset(place.samples)
+        return place
+
+    def _finish(self, epoch: int, *, empty: bool) -> None:
+        if empty:
+            raise ValueError(
+                f"Expected at least one batch. Received: none from {type(self.dataset).__name__} in epoch {epoch}. "
+                "Check that it, or its sampler, can be iterated more than once and is not empty."
+            )
+        if self._open == epoch == self.epoch:
+            self._open, self.epoch = None, epoch + 1
+
+    def _reset(self, position: int) -> None:
+        self.end_of_dataloader, self.remainder, self.position, self.weight = False, -1, position, 1.0
+        self.samples = self.global_samples = self.batches = None
+        self._done = 0
+
+    def _batches(self, place: Position, skip: int) -> Iterator[tuple[Any, Share]]:
+        here, skip = self._ranks.resumed(place, skip)
+        key = self._ranks.key(derive(self.seed, place.epoch, BATCH))
+        batches = self.data.batches(self._ranks.layout(self.lockstep), here, key=key, skip=skip)
+        return self._ranks.joined(batches, lockstep=self.lockstep, start=place.samples)
+
+    def _steps(self, place: Position) -> int:
+        steps = self.data.steps(self._ranks.layout(self.lockstep), self._ranks.local(place))
+        fewest = self._ranks.fewest if self.lockstep else None
+        return steps if fewest is None else min(steps, max(fewest - place.batches, 0))
+
+    def _known_steps(self, place: Position) -> int | None:
+        return self._known(lambda: self._steps(place))
+
+    def _known(self, length: Callable[[], int]) -> int | None:
+        try:
+            return length()
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _check_filled(self) -> None:
+        length = self._known(lambda: len(self.data))
+        layout = replace(self._ranks.layout(True), rank=0)
+        if length is None or self.data.steps(layout, Position(0, 0, 0)):
+            return
+        raise ValueError(
+            f"Expected a loader with at least one batch of {layout.batch_size} on {layout.world_size} rank(s). "
+            f"Received: {length} in {type(self.dataset).__name__}, drop_last={layout.drop_last}. "
+            "Give it data, or lower batch_size, or set drop_last=False."
+        )
+
+
+class _Iterable(IterableDataset):
+    """Batches that something else makes: a loader of another kind, a list of batches."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def _ordinary(loader: Any) -> bool:
+    """Whether this is torch's DataLoader, iterated as torch does."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    if isinstance(loader.dataset, IterDataPipe):
+        raise TypeError(
+            f"Expected an IterableDataset or a map-style one. Received: {type(loader.dataset).__name__}, a data pipe. "
+            "Iterate the pipe in an IterableDataset of your own."
+        )
+    if not getattr(loader, "in_order", True):
+        log.warning("in_order=False would let timing decide the order of batches: they come in order.")
+    return True
+
+
+def _wrapped(batches: Any) -> DataLoader:
+    wrong = isinstance(batches, (str, bytes, dict, torch.Tensor, Dataset)) or isgenerator(batches)
+    if wrong or not isinstance(batches, Iterable):
+        raise TypeError(
+            "Expected a DataLoader, or batches that can be iterated more than once. Received: "
+            f"{type(batches).__name__}. Put a data set into torch.utils.data.DataLoader, a generator into a list."
+        )
+    return DataLoader(_Iterable(batches), batch_size=None, collate_fn=_same)
+
+
+def _same(batch: Any) -> Any:
+    return batch
