@@ -1,0 +1,67 @@
+"""A run small enough to know every number beforehand: item i is the number i, the model a line, the optimizer SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import Trainer, TrainModule
+
+
+class Numbers(Dataset):
+    """Item i is the number i."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Line(TrainModule):
+    """One weight; logs "train_loss" each step and, in validation number n, "val_loss" as ``values[n]``."""
+
+    def __init__(self, values: list[float] | None = None, lr: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.values, self.lr = values, lr
+        self.validations = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.values is not None and not self.trainer.sanity_checking:
+            self.log("val_loss", self.values[self.validations])
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validations += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader(count: int, **options: Any) -> DataLoader:
+    """A loader of numbers, one a batch."""
+    return DataLoader(Numbers(count), **options)
+
+
+def quiet(**options: Any) -> Trainer:
+    """A trainer on the CPU with nothing optional but what is asked for."""
+    defaults = {
+        "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "num_sanity_val_steps": 0, "max_epochs": 1,
+    }  # fmt: skip
+    asked = {**defaults, **options}
+    if not any(type(c).__name__ == "ModelCheckpoint" for c in asked.get("callbacks", [])):
+        asked.setdefault("enable_checkpointing", False)
+    return Trainer(**asked)
