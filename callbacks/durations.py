@@ -61,7 +61,7 @@ class Duration:
         return f"{self.value:g}{self.unit}"
 
 
-DurationLike = Union[int, float, str, timedelta, dict, Duration]
+DurationLike = Union[Duration, int, float, str, timedelta, dict]  # in this order a parser of config files tries them
 
 
 def seconds(value: DurationLike, *, name: str) -> float:

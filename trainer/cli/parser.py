@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
+from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...callbacks.durations import Duration
 from . import document
 from .classes import preload
 from .explain import explain
@@ -26,6 +28,7 @@ class RunParser(ArgumentParser):
         import yaml
 
         set_loader(_MODE, document.read, exceptions=(yaml.YAMLError,))
+        register_type(Duration, _duration_text, _duration)
         super().__init__(
             **{"exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE, "print_config": None, **options}
         )
@@ -98,6 +101,21 @@ def construct(parser: RunParser, config: Namespace) -> Namespace:
         if failures:  # the innermost; what wraps it only repeats its text
             raise ConstructionError(_failed_constructor(*failures[0])) from failures[0][1]
         raise UsageError(explain(str(error), ())) from None
+
+
+def _duration(value: Any) -> Duration:
+    """Read what a parser would take for something else: "1:12:00:00" for a number (YAML 1.1), {hours: 2} for text."""
+    if isinstance(value, Duration):
+        return value
+    if isinstance(value, dict) or (isinstance(value, str) and ":" in value):
+        return Duration.parse(value, name="duration")
+    raise ValueError("another way to write a duration")
+
+
+def _duration_text(value: Any) -> str:
+    if not isinstance(value, Duration):
+        raise ValueError("another way to write a duration")
+    return f"{int(value.value) if value.value == int(value.value) else value.value}{value.unit}"
 
 
 def _failed_constructor(cls: type, error: Exception) -> str:

@@ -136,7 +136,7 @@ def test_F2_print_config_names_the_source_of_every_value(home, capsys, monkeypat
         f"  precision: bf16-mixed  # {home.machine}",
         "  max_steps: 5  # DRIVETRAIN_TRAINER__MAX_STEPS",
         f"  max_epochs: 2  # {file}",
-        '  max_time: "1:12:00:00"  # command line',
+        '  max_time: "129600s"  # command line',
         f"  class_path: nets.Net  # {file}",
         "    lr: 0.5  # command line",
         "    width: 4  # default",
@@ -174,10 +174,16 @@ def test_callbacks_are_classes_of_the_package_or_of_the_user(home, capsys):
     assert callbacks[1]["init_args"] == {"patience": 5, "monitor": "loss"}
 
 
-@pytest.mark.parametrize("value", ["3", "10ep", "1_000sa", "2h", "500ba"])
-def test_durations_are_accepted_as_strings(home, capsys, value):
-    shown = document.read(printed(capsys, "--config", "run.yaml", f"--trainer.max_epochs={value}"))
-    assert str(shown["trainer"]["max_epochs"]) == value
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [("3", 3), ("10ep", "10ep"), ("1_000sa", "1_000sa"), ("2h", "2h"), ("1:12:00:00", "129600s"), ("{hours: 2}", "7200s"),
+     ('{"minutes": 1.5}', "90s"), ("0.5", 0.5), ("null", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["command line", "file"])
+def test_durations_mean_the_same_wherever_they_are_written(home, capsys, value, read, place):
+    home.write("time.yaml", f"trainer: {{max_time: {value}}}")
+    args = ["--config", "time.yaml"] if place == "file" else [f"--trainer.max_time={value}"]
+    assert document.read(printed(capsys, "--config", "run.yaml", *args))["trainer"]["max_time"] == read
 
 
 # Seeds

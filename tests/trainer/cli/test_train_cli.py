@@ -91,7 +91,7 @@ def test_own_arguments_links_and_hooks(nets, capsys):
         (["--model.lr=1"], "Expected one of fit, validate, test, predict first. Received: --model.lr=1."),
         ([], "Received: nothing."),
         (["fit", "--model.lrr=1"], "Received: model.lrr (command line). Did you mean model.lr?"),
-        (["fit", "--modle.lr=1"], "Received: modle.lr (command line). Did you mean model.lr?"),
+        (["fit", "--modle.lr=1"], "Received: modle (command line). Did you mean model?"),
         (["fit", "--model.lr=abc"], "Expected model.lr to be of type float. Received: abc (command line)."),
         (["fit", "--trainer.max_epoch=1"], "Did you mean trainer.max_epochs?"),
     ],
