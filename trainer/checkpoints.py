@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..strategies.checkpoint import Checkpoint, complete, load_weights, newest
+from ..strategies.checkpoint.format import Checkpoint, complete, newest
+from ..strategies.checkpoint.state import encode
+from ..strategies.checkpoint.tensors import load_weights
 
 if TYPE_CHECKING:
     from .session import Session
@@ -18,26 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class RunState:
-    """The state of a trainer's run: counters, loader position, metrics, callbacks, hyperparameters; an entry of each checkpoint."""
+    """The state of a trainer's run: counters, loader position, metrics, callbacks, data module; an entry of each checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self._collected: dict[str, Any] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; collective."""
+    def collect(self) -> None:
+        """Gather the state; every rank calls this before the main process asks for it."""
         session = self.trainer.session
-        if session is None:
-            return {}
-        state = {
-            "hparams": dict(session.module.hparams),
-            "datamodule_hparams": dict(session.datamodule.hparams) if session.datamodule is not None else {},
-            "run_id": self.trainer.run_id,
-        }
-        if self.trainer.weights_only or session.loop is None:
-            return state
+        if session is None or session.loop is None:
+            self._collected = {}
+            return
         entries: dict[str, Any] = {}
         session.hooks.fire("on_save_checkpoint", entries)
-        return state | {
+        self._collected = {
             "progress": self._progress(session),
             "loader": self._position(session),
             "metrics": session.metrics.state_dict(),
@@ -45,6 +42,10 @@ class RunState:
             "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},
             "entries": entries,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was collected."""
+        return self._collected
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state; only ``fit`` goes on from one."""
@@ -128,7 +129,7 @@ def restore(session: Session) -> None:
         return
     only_weights = session.stage != "fit"
     strict = session.module.strict_loading
-    manifest = trainer.accelerator.load_state(path, weights_only=only_weights, strict=strict)
+    manifest = trainer.accelerator.load_state(str(path), weights_only=only_weights, strict=strict)
     if only_weights:
         return
     if trainer.progress.batches == 0 and manifest.get("step"):
@@ -141,20 +142,35 @@ def restore(session: Session) -> None:
 
 def metadata(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the run."""
-    progress = trainer.progress
+    progress, module, datamodule = trainer.progress, trainer.module, trainer.datamodule
     return {
         "step": progress.step,
         "epoch": progress.epoch,
         "samples": progress.samples,
-        "strategy": trainer.strategy.name,
         "world_size": trainer.world_size,
         "run_id": trainer.run_id,
+        "hparams": dict(module.hparams) if module is not None else {},
+        "datamodule_hparams": dict(datamodule.hparams) if datamodule is not None else {},
     }
+
+
+def check_hyperparameters(session: Session) -> None:
+    """Raise TypeError, naming it, for a hyperparameter that cannot be saved; before training rather than at the first save."""
+    things = {"hparams": session.module, "datamodule hparams": session.datamodule}
+    for name, thing in things.items():
+        if thing is None:
+            continue
+        try:
+            _, tensors = encode(dict(thing.hparams), name)
+        except TypeError as error:
+            raise TypeError(f"{error} Leave it out by save_hyperparameters(ignore=[...]), or save what it is made from.") from None
+        if tensors:
+            raise TypeError(f"Expected hyperparameters without tensors. Received: {next(iter(tensors))}. Use register_buffer for it.")
 
 
 def run_of(path: Path | None) -> str | None:
     """Return the id of the run that a checkpoint belongs to."""
-    return Checkpoint.open(path, verify=False).manifest.get("run_id") if path is not None and complete(path) else None
+    return None if path is None else Checkpoint.open(path, verify=False).manifest["metadata"].get("run_id")
 
 
 def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
@@ -165,16 +181,9 @@ def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides:
 
 
 def read_hyperparameters(cls: Any, path: Any, kind: str) -> dict[str, Any]:
-    """Return the saved hyperparameters that ``cls`` takes."""
-    state = run_state(Checkpoint.open(path))
-    saved = state.get("hparams" if kind == "hparams" else "datamodule_hparams", {})
+    """Return the saved hyperparameters that ``cls`` takes; ``kind`` is "hparams" or "datamodule_hparams"."""
+    saved = Checkpoint.open(path, verify=False).manifest["metadata"].get(kind, {})
     parameters = inspect.signature(cls).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return dict(saved)
     return {p.name: saved[p.name] for p in parameters if p.name in saved}
-
-
-def run_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what ``RunState`` saved in a checkpoint."""
-    raise NotImplementedError
-

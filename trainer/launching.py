@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import torch as safetensors
 
-from ..strategies import environment, launch
+from ..strategies import environment
 from ..strategies.checkpoint.state import decode, encode
 from ..strategies.settings import DataLoaderConfiguration, GradientAccumulationPlugin
 from ..strategies.world import World
@@ -62,12 +62,16 @@ class Launcher:
                 f"Expected processes on {plan.nodes} machines. Received: num_nodes={plan.nodes} in a single process. "
                 "Start the script on each machine by torchrun, SLURM or drivetrain launch."
             )
+        from ..strategies import launch  # here, since most runs never need the elastic agent
+
         if plan.start_method is None and launch.can_relaunch():
             sys.exit(launch.relaunch(plan.processes))
         self.later = True
 
     def call(self, trainer: Trainer, stage: str, model: TrainModule, source: LoaderSource, **options: Any) -> Any:
         """Run a stage in processes of its own; bring back weights, counters, metrics, callbacks' states and results."""
+        from ..strategies import launch
+
         method = self.plan.start_method or "fork"
         answers = launch.call(_run, trainer, stage, model, source, options, processes=self.plan.processes, start_method=method)
         tree, packed = answers[0]

@@ -275,7 +275,7 @@ def check_same_names(names: list[str], world: World) -> None:
     """Raise ValueError on every rank, naming keys and ranks, unless all ranks hold the same names in the same order."""
     if world.size == 1:
         return
-    digest = xxhash.xxh3_64_intdigest("\n".join(names)) >> 2
+    digest = xxhash.xxh3_64_intdigest("\n".join(names).encode()) >> 2
     low, high = world.all_reduce(torch.tensor([-digest, digest], device=_device(world)), op="max").tolist()
     if -low == high:
         return
