@@ -31,6 +31,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceO
 _WIRE = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
+class DistributedOperationException(ValueError):
+    """The ranks of a collective brought different things; raised on all of them."""
+
+
 class World:
     """One process. Every collective returns at once what one process would see."""
 
@@ -157,7 +161,7 @@ class TorchWorld(World):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         routed, group = self._route(tensor)
-        sent = _as_bytes(routed)
+        sent = as_bytes(routed)
         if sent.numel() == 0:
             return [tensor.detach().clone() for _ in range(self.size)]
         received = [torch.empty_like(sent) for _ in range(self.size)]
@@ -182,7 +186,7 @@ class TorchWorld(World):
         routed, group = self._route(tensor)
         wire = routed.contiguous()
         if wire.numel():
-            dist.broadcast(_as_bytes(wire), src, group=group)
+            dist.broadcast(as_bytes(wire), src, group=group)
         with torch.inference_mode(tensor.is_inference()):
             return _write(tensor, wire)
 
@@ -247,7 +251,7 @@ def signature(*parts: Any) -> int:
 def raise_unequal(descriptions: list[str]) -> None:
     """Say which rank brought what to a collective that needs the same from all; `descriptions` in rank order."""
     received = ", ".join(f"rank {rank}: {what}" for rank, what in enumerate(descriptions))
-    raise ValueError(
+    raise DistributedOperationException(
         f"Expected tensors of the same structure, dtype and shape on every rank. Received: {received}. "
         "Pad them first (pad_across_processes), or gather them as objects (gather_object)."
     )
@@ -259,8 +263,8 @@ def _write(target: Tensor, source: Tensor) -> Tensor:
     return target
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Its memory (a copy where it is not contiguous) as bytes, which every backend carries for every dtype."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory (a copy where it is not contiguous) as bytes, which every backend carries for every dtype."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
