@@ -68,7 +68,8 @@ class DataLoaderShard(DataLoader):
     all ranks, `weight`: samples * world size / global samples, `position`: samples that all ranks consumed in this
     epoch, `batches`: how many are left, `remainder`: real samples of a short last global batch, else -1; each None
     where it cannot be known. Settable: `lockstep` (True: a rank without samples in the last global batch repeats one
-    with weight 0; False: it gets no batch), `transfer` (replaces the move to the device).
+    with weight 0; False: it gets no batch), `limit` (this rank's batches of an epoch, if it is to end before its data
+    do), `transfer` (replaces the move to the device).
     """
 
     __setattr__ = object.__setattr__  # torch's own compares names on each store
@@ -79,6 +80,7 @@ class DataLoaderShard(DataLoader):
         self.dataset, self.sampler, self.batch_sampler = base.dataset, base.sampler, base.batch_sampler
         self.collate_fn, self.num_workers = base.collate_fn, base.num_workers
         self.device, self.seed, self.epoch, self.lockstep = torch.device("cpu"), seed, 0, True
+        self.limit: int | None = None
         self.transfer: Callable[[Any], Any] | None = None
         self.move: Callable[[Any], Any] | None = None
         self.data = StreamData(base) if isinstance(base.dataset, IterableDataset) else MapData(base)
@@ -94,7 +96,8 @@ class DataLoaderShard(DataLoader):
 
     def __len__(self) -> int:
         """Batches in an epoch of this rank; TypeError where sampler or data set do not know."""
-        return self._steps(Position(self.epoch, 0, self.seed))
+        steps = self._steps(Position(self.epoch, 0, self.seed))
+        return steps if self.limit is None else min(steps, self.limit)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base":  # not there yet
@@ -114,25 +117,30 @@ class DataLoaderShard(DataLoader):
     def iterate(self, skip: int = 0) -> Iterator[Any]:
         """The batches of an epoch, or what is left of it after `load_state_dict`, without the first `skip`."""
         place = self._begin()
-        left, done, seen = self._known_steps(place), place.batches + skip, bool(place.samples or skip)
-        left = left if left is None else left - skip
+        left, done, seen = self._known_steps(place), self._before(place) + skip, bool(place.samples or skip)
+        most = None if self.limit is None else max(self.limit - done, 0)
+        if left is not None:
+            left = left - skip if most is None else min(left - skip, most)
         move, state = self.transfer or self.move, self.gradient_state
         self._running += 1
         if state is not None:
             state.enter(self)
         try:
-            for batch, share in self._batches(place, skip):
+            for batch, share in self._batches(place, skip) if most != 0 else ():
                 seen = True
                 if batch is NOTHING:
                     continue
                 _, _, self.samples, self.global_samples, self.weight, self.position, last, _, self.remainder = share
                 if left is not None:
                     left = left - 1 if left > 1 else 1  # more may come than the data set said
-                self.end_of_dataloader, self.batches = last, 0 if last else left
                 done += 1
+                last = last or done == self.limit
+                self.end_of_dataloader, self.batches = last, 0 if last else left
                 self._done = done
                 yield batch if move is None else move(batch)
-            self._finish(place.epoch, empty=not seen and left != 0)
+                if done == self.limit:
+                    break
+            self._finish(place.epoch, empty=not seen and left != 0 and most != 0)
         finally:
             self._running -= 1
             if state is not None:
@@ -204,6 +212,11 @@ class DataLoaderShard(DataLoader):
         steps = self.data.steps(self._ranks.layout(self.lockstep), self._ranks.local(place))
         fewest = self._ranks.fewest if self.lockstep else None
         return steps if fewest is None else min(steps, max(fewest - place.batches, 0))
+
+    def _before(self, place: Position) -> int:
+        """This rank's batches before a place, which another number of ranks may have counted."""
+        moved = place.world_size != self.world.size and self.total_batch_size is not None
+        return -(-place.samples // self.total_batch_size) if moved else place.batches
 
     def _known_steps(self, place: Position) -> int | None:
         return self._known(lambda: self._steps(place))
