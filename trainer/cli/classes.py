@@ -91,17 +91,19 @@ def _class_paths(values: Any) -> Iterator[str]:
 def _named(value: Any) -> list[str]:
     """Return the class path in a value that has one: as class_path, or as a mere name."""
     path = value.get("class_path") if isinstance(value, dict) else value
-    is_path = isinstance(path, str) and _DOTTED.fullmatch(path) and not path.endswith((".yaml", ".yml", ".json"))
-    return [path] if is_path else []
+    if not isinstance(path, str) or not _DOTTED.fullmatch(path) or path.endswith((".yaml", ".yml", ".json")):
+        return []
+    return [path]
 
 
 def _failed_import(path: str, source: str, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    is_syntax = isinstance(error, SyntaxError)
-    place = (error.filename, error.lineno) if is_syntax else (frames[-1].filename, frames[-1].lineno)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{last.filename}:{last.lineno}"
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
     return (
-        f"Expected to import class_path={path} ({source}). Received: {type(error).__name__}: {error} "
-        f"({place[0]}:{place[1]}). Correct that module."
+        f"Expected to import class_path={path} ({source}). Received: {type(error).__name__}: {error} ({place}). "
+        "Correct that module."
     )
 
 

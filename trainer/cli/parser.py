@@ -1,4 +1,4 @@
-"""The parser behind the commands: jsonargparse with drivetrain's keys, and its errors said in one message."""
+"""The parser behind the commands: jsonargparse with drivetrain's keys, and the objects that a config describes."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class RunParser(ArgumentParser):
     def add_class(self, key: str, base: type, *, by_path: bool, required: bool) -> None:
         """Add a class under ``key``: its arguments, or (``by_path``) class_path and init_args of a subclass."""
         if by_path:
-            self.add_subclass_arguments(base, key, required=required, fail_untyped=False, help=KEYS.get(key))
+            self.add_subclass_arguments(base, key, required=required, fail_untyped=False)
         else:
             self.add_class_arguments(base, key, fail_untyped=False)
 
     def add_optimizer_keys(self) -> None:
         """Add optimizer, lr_scheduler and lr_scheduler_config; neither class is built by the parser."""
-        options = {"required": False, "instantiate": False, "fail_untyped": False}
+        options: dict[str, Any] = {"required": False, "instantiate": False, "fail_untyped": False}
         self.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, **options)
         self.add_subclass_arguments(LRScheduler, "lr_scheduler", skip={"optimizer"}, **options)
         settings = {

@@ -19,7 +19,9 @@ from . import document
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-_SWITCHES = {"help", "h", "print-config", "print_config", "version"}
+_CONFIG = {"config", "c"}
+_SWITCHES = {"help", "h", "print-config", "print_config"}
+_FILES = (".yaml", ".yml", ".json")
 _PREFIX = "DRIVETRAIN_"
 
 
@@ -74,7 +76,7 @@ def collect(args: Sequence[str], keys: Iterable[str]) -> list[Layer]:
     layers += _variables(set(keys))
     files, rest = [], []
     for name, value, tokens in _options(args):
-        if name in ("config", "c"):
+        if name in _CONFIG:
             files.append(_file(value or ""))
         else:
             rest.append(Layer(COMMAND_LINE, _nested(name, value), tokens))
@@ -168,26 +170,26 @@ def _variables(keys: set[str]) -> list[Layer]:
 
 
 def _options(args: Sequence[str]) -> list[tuple[str, str | None, tuple[str, ...]]]:
-    """Split a command line into (name, value, tokens); switches and help requests are left out."""
+    """Split a command line into (name, value, tokens); switches are left out, further values stay with their option."""
     found: list[tuple[str, str | None, tuple[str, ...]]] = []
-    index = 0
-    while index < len(args):
-        token = args[index]
+    for token in args:
         name, equals, value = token.lstrip("-").partition("=")
-        index += 1
-        if not token.startswith("-"):
-            advice = f"Write --config {token}." if token.endswith((".yaml", ".yml", ".json")) else "Write --key=value."
+        if token.startswith("--") or (token.startswith("-") and not _takes_value(found)):
+            found.append((name, value if equals else None, (token,)))
+        elif _takes_value(found):
+            name, _, tokens = found.pop()
+            found.append((name, token, (*tokens, token)))
+        elif not found or found[-1][0] in {*_CONFIG, *_SWITCHES}:
+            advice = f"Write --config {token}." if token.endswith(_FILES) else "Write --key=value."
             raise UsageError(f"Expected options. Received: {token!r} ({COMMAND_LINE}). {advice}")
-        if name in _SWITCHES:
-            continue
-        if equals:
-            found.append((name, value, (token,)))
-        elif index < len(args) and not args[index].startswith("--"):
-            found.append((name, args[index], (token, args[index])))
-            index += 1
         else:
-            found.append((name, None, (token,)))
-    return found
+            name, first, tokens = found.pop()
+            found.append((name, first, (*tokens, token)))
+    return [option for option in found if option[0] not in _SWITCHES]
+
+
+def _takes_value(found: Sequence[tuple[str, str | None, tuple[str, ...]]]) -> bool:
+    return bool(found) and found[-1][1] is None and found[-1][0] not in _SWITCHES
 
 
 def _nested(key: str, value: str | None) -> dict[str, Any]:
@@ -241,7 +243,7 @@ def _member(key: str, views: Views) -> Views:
 
 def _included(source: str, value: str) -> tuple[str, Any]:
     """A group or class given as the name of another file: look into that file."""
-    if value.endswith((".yaml", ".yml", ".json")):
+    if value.endswith(_FILES):
         for path in (Path(source).parent / value, Path(value)):
             if path.is_file():
                 return str(path.absolute()), document.read(path.read_text(encoding="utf-8"))

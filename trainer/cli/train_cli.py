@@ -149,9 +149,9 @@ class TrainCLI:
         if seed is not None:
             set_seed(seed)  # what the trainer has drawn must not show in the model's first weights
         rest = {key: value for key, value in vars(self.config).items() if key != "trainer"}
-        built = construct(self.parser, Namespace(rest))
-        self.model: TrainModule = built.model
-        self.datamodule: DataModule | None = built.get("data")
+        self.config_init = construct(self.parser, Namespace(rest))
+        self.model: TrainModule = self.config_init.model
+        self.datamodule: DataModule | None = self.config_init.get("data")
         if self.auto_configure_optimizers and self.subcommand in ("fit", None):
             optimizer, scheduler = self.config.get("optimizer"), self.config.get("lr_scheduler")
             schedule = self.config.lr_scheduler_config

@@ -145,8 +145,21 @@ def test_keys_of_classes_are_left_to_the_classes(home, args):
 
 
 @pytest.mark.parametrize(
+    ("args", "tokens"),
+    [
+        (["--model.lr", "-1"], [("--model.lr", "-1")]),
+        (["--model.sizes", "1", "2", "3", "--flag", "--model=a.B"], [("--model.sizes", "1", "2", "3"), ("--flag",), ("--model=a.B",)]),
+        (["--print-config", "--model.lr=--x", "-h"], [("--model.lr=--x",)]),
+    ],
+)  # fmt: skip
+def test_the_command_line_reaches_the_parser_as_it_is(home, args, tokens):
+    assert [layer.argument for layer in collect(args, KEYS)] == tokens
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--config", "broken.yaml", "other.yaml"], "Write --config other.yaml."),
         (["run.yaml"], "Write --config run.yaml."),
         (["fast"], "Write --key=value."),
         (["--config", "nowhere.yaml"], "there is no file .*nowhere.yaml"),
