@@ -116,7 +116,7 @@ class Contents:
             unwrap_scheduler(scheduler).load_state_dict(state)
         precision.load_state_dict(saved["precision"])
         for loader, state in zip(self.loaders, saved["loaders"], strict=True):
-            loader.load_state_dict(state if positions else {**state, "samples": 0})
+            loader.load_state_dict(state if positions else _epoch_only(state))
         for obj, state in zip(self._registered(per_rank=False), saved["objects"], strict=True):
             obj.load_state_dict(state)
 
@@ -157,6 +157,10 @@ class Contents:
                 f"{here}. Prepare and register the same objects in the same order before loading, or load with "
                 "weights_only=True."
             )
+
+
+def _epoch_only(state: dict[str, Any]) -> dict[str, Any]:
+    return {"samples": 0, **{key: state[key] for key in ("epoch", "seed", "length") if key in state}}
 
 
 def weights_name(index: int) -> str:

@@ -17,8 +17,8 @@ from types import MethodType, TracebackType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from .nested import convert_to_fp32, recursively_apply
 from .settings import AutocastKwargs, GradScalerKwargs, not_in_this_version
 
 _WORDS = {
@@ -151,8 +151,8 @@ class Precision:
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells the precision of an optimizer that was prepared."""
 
-    def release(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Forgets these optimizers."""
+    def release(self) -> None:
+        """Forgets the optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has to survive an interruption."""
@@ -305,8 +305,8 @@ class Scaled(Autocast):
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.add(id(optimizer))
 
-    def release(self, *optimizers: torch.optim.Optimizer) -> None:
-        self._optimizers.difference_update(id(optimizer) for optimizer in optimizers)
+    def release(self) -> None:
+        self._optimizers.clear()
 
     def state_dict(self) -> dict[str, Any]:
         self._update()
@@ -318,18 +318,12 @@ class Scaled(Autocast):
             self.scaler.load_state_dict({key: value for key, value in state.items() if key != "skipped_steps"})
 
 
-def convert_to_fp32(data: Any) -> Any:
-    """Returns nested data with its 16-bit floating-point tensors in float32; everything else stays as it is."""
-    if isinstance(data, torch.Tensor):
-        return data.float() if data.dtype in (torch.float16, torch.bfloat16) else data
-    return tree_map_only(torch.Tensor, convert_to_fp32, data)
-
-
 def _cast(data: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return recursively_apply(lambda tensor: tensor.to(dtype), data, test_type=_is_floating)
 
-    return tree_map_only(torch.Tensor, cast, data)
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _replace_forward(model: torch.nn.Module, wrap: Callable[[Callable], Callable]) -> torch.nn.Module:

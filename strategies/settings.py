@@ -156,14 +156,6 @@ class CustomDtype(Enum):
     INT2 = "int2"
 
 
-@dataclass
-class TensorInformation:
-    """Shape and dtype of a tensor that is not here."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class KwargsHandler:
     """Base of the option classes that `Accelerator(kwargs_handlers=[...])` takes."""
 

@@ -164,8 +164,7 @@ class Accelerator:
         if seed is not None:
             random.set_seed(seed)
         self._contents = Contents()
-        self._window = Window(self.gradient_state, self.world, self._all_parameters)
-        self._accumulation = self._new_accumulation(())
+        self._begin_windows()
         self._triggered = False
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -511,6 +510,10 @@ class Accelerator:
         if models != self._accumulation.models:
             self._accumulation = self._new_accumulation(models)
         return self._accumulation
+
+    def _begin_windows(self) -> None:
+        self._window = Window(self.gradient_state, self.world, self._all_parameters)
+        self._accumulation = self._new_accumulation(())
 
     def _new_accumulation(self, models: tuple[Any, ...]) -> Accumulation:
         parameters = (lambda: parameters_of(models)) if models else self._all_parameters
@@ -893,7 +896,7 @@ class Accelerator:
         """Lets go of everything prepared, and frees what nobody else holds; returns a None for each given object."""
         self._contents.clear()
         self.precision.release()
-        self._accumulation = self._new_accumulation(())
+        self._begin_windows()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.memory.empty_cache()
