@@ -39,10 +39,10 @@ class HashingWriter:
 
     def write(self, buffers: Iterable[bytes | memoryview]) -> None:
         """Append buffers of bytes; they are neither copied nor kept."""
-        for batch in batches(buffers):
-            for part in batch:
-                self._hash.update(part)
+        for batch in batches(buffers, self.size):
             self._write_all(batch)
+            for part in batch:  # after the kernel's copy, which has drawn it into the cache
+                self._hash.update(part)
 
     def close(self) -> tuple[int, str]:
         """Return (size in bytes, hash as 16 hexadecimal digits)."""
@@ -103,7 +103,7 @@ class HashingReader:
 
     def fill(self, buffers: Iterable[memoryview]) -> None:
         """Read on into writable buffers of bytes until they are full."""
-        for batch in batches(buffers):
+        for batch in batches(buffers, self.position):
             self._read_all(batch)
             for part in batch:
                 self._hash.update(part)
@@ -149,10 +149,13 @@ class HashingReader:
             batch = _behind(batch, count)
 
 
-def batches(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """Cut and group buffers into lists of at most CHUNK bytes, so that small ones share a system call."""
+def batches(buffers: Iterable[bytes | memoryview], position: int) -> Iterator[list[memoryview]]:
+    """Cut and group buffers into lists that end at multiples of CHUNK in the file, which stands at `position`.
+
+    Small buffers so share a system call, and no page of the file is touched twice (which costs a tenth of the time).
+    """
     batch: list[memoryview] = []
-    room = CHUNK
+    room = CHUNK - position % CHUNK
     for buffer in buffers:
         rest = memoryview(buffer)
         while len(rest):
@@ -161,7 +164,7 @@ def batches(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]
             room -= len(part)
             if room == 0 or len(batch) == MAX_VECTORS:
                 yield batch
-                batch, room = [], CHUNK
+                batch, room = [], room or CHUNK
     if batch:
         yield batch
 
@@ -215,12 +218,11 @@ def _behind(batch: list[memoryview], count: int) -> list[memoryview]:
 def _hash_by_mapping(file: int, size: int) -> str:
     """Twice as quick as reading. Each window is populated first: a bad block is an error there, not a SIGBUS later."""
     digest = xxh3_64()
-    with mmap.mmap(file, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-        for start in range(0, size, _WINDOW):
-            stop = min(start + _WINDOW, size)
-            mapped.madvise(_POPULATE_READ, start, stop - start)
-            with view[start:stop] as window:
-                digest.update(window)
+    for start in range(0, size, _WINDOW):
+        count = min(_WINDOW, size - start)
+        with mmap.mmap(file, count, prot=mmap.PROT_READ, offset=start) as window:
+            window.madvise(_POPULATE_READ)
+            digest.update(window)
     return digest.hexdigest()
 
 

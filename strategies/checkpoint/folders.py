@@ -232,7 +232,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in ticks since boot, so that a later process of the same id is told apart; 0: unknown, -1: ended."""
+    """When a process began (ticks since boot), which tells it from a later one of this id. 0: unknown, -1: it ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

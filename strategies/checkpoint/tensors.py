@@ -138,7 +138,8 @@ class _PlainFolder:
                 (self.directory / old).unlink()
             sync_folder(self.directory)
         except OSError as error:
-            raise CheckpointError(f"Could not write {error.filename or name} in {self.directory}: {reason(error)}.") from error
+            place = error.filename or self.directory / name
+            raise CheckpointError(f"Could not write {place}: {reason(error)}.") from error
         finally:
             for path in self._unfinished.values():
                 folders.discard(path)
@@ -182,8 +183,8 @@ def _gather(files: _Verified | _Foreign, name: str, into: Mapping[str, Tensor] |
             found.update(files.tensors(file, into=into))
             continue
         raise CheckpointError(f"{files.directory / index}: names {file!r}, which is no file of this folder.")
-    if missing := places.keys() - found.keys():
-        raise CheckpointError(f"{files.directory / index}: names {min(missing)}, which is not in {places[min(missing)]}.")
+    for tensor in places.keys() - found.keys():
+        raise CheckpointError(f"{files.directory / index}: names {tensor}, which is not in {places[tensor]}.")
     return found
 
 

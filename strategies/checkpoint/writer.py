@@ -171,8 +171,8 @@ class Writer:
     def _merge(self, parts: list[dict[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:
         merged: dict[str, tuple[int, str]] = {}
         for rank, files in enumerate(parts):
-            if twice := merged.keys() & files.keys():
-                raise CheckpointError(f"Expected each file from one rank. Received: {min(twice)}, again by rank {rank}.")
+            for name in merged.keys() & files.keys():
+                raise CheckpointError(f"Expected each file from one rank. Received: {name}, again by rank {rank}.")
             merged.update(files)
         return merged
 
