@@ -14,9 +14,10 @@ from . import precision as precisions
 from . import world as worlds
 from .checkpoint.tensors import clean_keys
 from .contents import fitted
+from .contexts import NOTHING
 from .environment import Placement
 from .optimizer import AcceleratedOptimizer, unwrap_optimizer
-from .precision import NOTHING, Precision
+from .precision import Precision
 from .scheduler import AcceleratedScheduler
 from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, KwargsHandler, TorchDynamoPlugin
 from .world import World
@@ -142,7 +143,7 @@ class Strategy:
         return prepare_data_loader(loader, world=self.world, **options)
 
     def unwrap(self, model: Any, *, keep_compiled: bool = False) -> torch.nn.Module:
-        """Returns the user's own module inside whatever this engine and, unless it is kept, a compiler put around it."""
+        """Returns the user's own module inside what this engine and, unless it is kept, a compiler put around it."""
         return model if keep_compiled else getattr(model, "_orig_mod", model)
 
     def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:

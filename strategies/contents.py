@@ -1,7 +1,7 @@
 """What a training checkpoint holds, and in which file.
 
     model.safetensors, model_1.safetensors, …   weights of the prepared models, under the user's own names
-    optimizer-0.json (+ .safetensors), …        optimizer state by parameter names, so that any number of processes loads it
+    optimizer-0.json (+ .safetensors), …        optimizer state by parameter names: loads on any number of processes
     training.json (+ .safetensors)              schedulers, the loss scaler, loaders, registered objects
     rank-00000.json (+ .safetensors), …         of each process: random states, registered objects that are `per_rank`
 

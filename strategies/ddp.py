@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -14,12 +13,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from .base import Settings, Strategy
+from .contexts import NOTHING
 from .environment import Placement
-from .precision import NOTHING, Precision
+from .precision import Precision
 from .settings import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from .world import TorchWorld, World
-
-logger = logging.getLogger(__name__)
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 _UNUSED = (
@@ -55,7 +53,7 @@ class DDPStrategy(Strategy):
     ) -> None:
         super().__init__()
         if settings is not None and options:
-            raise ValueError(f"Expected DDP's options once. Received: settings and {sorted(options)}. Give one of both.")
+            raise ValueError(f"Expected DDP's options once. Received: settings and {sorted(options)}. Give one.")
         self.given = settings is not None or bool(options)
         self.settings = settings or DistributedDataParallelKwargs(**options)
         self.sync_batchnorm = sync_batchnorm

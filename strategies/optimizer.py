@@ -130,9 +130,8 @@ def place_state(optimizer: torch.optim.Optimizer) -> None:
     """Moves state that exists already to its parameters' devices; step counters stay where they are."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and isinstance(state, dict):
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and key != "step":
-                    state[key] = value.to(parameter.device)
+            moved = {k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"}
+            state.update(moved)
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

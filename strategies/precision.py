@@ -13,11 +13,12 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
-from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 
+from .contexts import NOTHING, DefaultDtype, Reentrant
+from .forwards import replace_forward, restore_forward
 from .nested import convert_to_fp32, recursively_apply
 from .settings import AutocastKwargs, GradScalerKwargs, not_in_this_version
 
@@ -64,40 +65,6 @@ def canonical_name(name: str | int | None) -> str:
         advice = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
         raise ValueError(f"Expected precision to be one of {', '.join(_WORDS)}. Received: precision={name!r}. {advice}")
     return _WORDS[word]
-
-
-class Reentrant:
-    """A context that can be entered again and again, also inside itself, at the price of one `torch.autocast`."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._free: list[Any] = []
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> None:
-        context = self._free.pop() if self._free else self._make()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        context = self._entered.pop()
-        context.__exit__(kind, error, trace)
-        self._free.append(context)
-
-
-class Nothing:
-    """The context that does nothing."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *details: Any) -> None:
-        return None
-
-
-NOTHING = Nothing()
 
 
 class Precision:
@@ -172,13 +139,13 @@ class TruePrecision(Precision):
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.dtype = dtype
-        self._context = Reentrant(lambda: _DefaultDtype(dtype))
+        self._context = Reentrant(lambda: DefaultDtype(dtype))
 
     def prepare_model(self, model: torch.nn.Module, *, evaluation: bool = False) -> torch.nn.Module:
-        return _replace_forward(model.to(self.dtype), self.entry)
+        return replace_forward(model.to(self.dtype), self.entry)
 
     def restore_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        return _restore_forward(model)
+        return restore_forward(model)
 
     def entry(self, method: Callable[..., Any]) -> Callable[..., Any]:
         dtype = self.dtype
@@ -218,10 +185,10 @@ class Autocast(Precision):
         return Reentrant(lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
 
     def prepare_model(self, model: torch.nn.Module, *, evaluation: bool = False) -> torch.nn.Module:
-        return _replace_forward(model, self._mixed)
+        return replace_forward(model, self._mixed)
 
     def restore_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        return _restore_forward(model)
+        return restore_forward(model)
 
     def _mixed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward under autocast, its results in float32 so that a loss on them is computed in float32."""
@@ -324,46 +291,3 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
 
 def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _replace_forward(model: torch.nn.Module, wrap: Callable[[Callable], Callable]) -> torch.nn.Module:
-    """Gives one model a wrapped forward, as a bound method: a deep copy of the model then runs its own parameters."""
-    own = vars(model).get("forward")
-    function = getattr(model.forward, "__func__", None)
-    if function is None:
-        function = _without_self(model.forward)
-    wrapped = wrap(function)
-    wrapped._replaced = own
-    model.forward = MethodType(wrapped, model)
-    return model
-
-
-def _restore_forward(model: torch.nn.Module) -> torch.nn.Module:
-    wrapped = getattr(vars(model).get("forward"), "__func__", None)
-    if hasattr(wrapped, "_replaced"):
-        del model.forward
-        if wrapped._replaced is not None:
-            model.forward = wrapped._replaced
-    return model
-
-
-def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return method
-
-
-class _DefaultDtype:
-    """Makes new floating-point tensors of one dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *details: Any) -> None:
-        torch.set_default_dtype(self._before)

@@ -291,7 +291,7 @@ def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of `torch.profiler.profile`; `activities` are names ("cpu", "cuda", "xpu", …) or None for torch's choice.
+    """Options of `torch.profiler.profile`; `activities` are names ("cpu", "cuda", "xpu", …) or None (torch's).
 
     `schedule_option` has the keys of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first). With
     `output_trace_dir` each process writes a Chrome trace there when the profile ends.

@@ -186,10 +186,8 @@ class PartialState:
             print(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(distributed_type={self.distributed_type.value}, num_processes={self.num_processes},"
-            f" process_index={self.process_index}, device='{self.device}')"
-        )
+        world = self.world
+        return f"{type(self).__name__}({self.distributed_type.value}, {world.rank} of {world.size}, '{world.device}')"
 
 
 class AcceleratorState(PartialState):
@@ -209,10 +207,7 @@ class AcceleratorState(PartialState):
         """Accelerate's word for the precision: "no", "fp16" or "bf16"."""
         return self._shared_state["_mixed_precision"]
 
-    @property
-    def is_fsdp2(self) -> bool:
-        """False: FSDP is not part of this version."""
-        return False
+    is_fsdp2 = False  # FSDP is not part of this version
 
 
 def share(inputs: Any, world: World, apply_padding: bool = False) -> Any:
@@ -230,7 +225,7 @@ def share(inputs: Any, world: World, apply_padding: bool = False) -> Any:
             raise ValueError(f"Expected values of one length. Received: lengths {lengths}. Cut or pad them first.")
         return type(inputs)({key: share(value, world, apply_padding) for key, value in inputs.items()})
     if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
-        raise TypeError(f"Expected a list, tuple, tensor or dict. Received: {type(inputs).__name__}. Make a list of it.")
+        raise TypeError(f"Expected a list, tuple, tensor or dict. Received: {type(inputs).__name__}. Make a list.")
     quotient, more = divmod(len(inputs), world.size)
     start = world.rank * quotient + min(world.rank, more)
     end = start + quotient + (world.rank < more)

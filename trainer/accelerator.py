@@ -38,10 +38,11 @@ from ..strategies.base import Strategy, is_scheduler, parameters_of
 from ..strategies.checkpoint.format import Writer
 from ..strategies.checkpoint.tensors import save_weights
 from ..strategies.contents import Contents
+from ..strategies.contexts import NOTHING
 from ..strategies.data.loader import skip_first_batches
 from ..strategies.gradients import GradientState
 from ..strategies.optimizer import unwrap_optimizer
-from ..strategies.precision import NOTHING, Precision
+from ..strategies.precision import Precision
 from ..strategies.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -302,30 +303,10 @@ class Accelerator:
         """The number of the next checkpoint under automatic naming."""
         return self.project_configuration.iteration
 
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not part of this version."""
-        return None
-
-    @property
-    def parallelism_config(self) -> None:
-        """None: meshes of several kinds of parallelism are not part of this version."""
-        return None
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """None: meshes of several kinds of parallelism are not part of this version."""
-        return None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """False: FSDP is not part of this version."""
-        return False
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """False: meshes of several kinds of parallelism are not part of this version."""
-        return False
+    # What belongs to engines that are not part of this version
+    deepspeed_plugin = parallelism_config = torch_device_mesh = None
+    is_fsdp2 = is_composable_parallelism_enabled = False
+    fp8_backend = FP8BackendType.NO
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -351,11 +332,6 @@ class Accelerator:
     def data_parallel_shard_rank(self) -> int:
         """Not part of this version."""
         raise not_in_this_version("data_parallel_shard_rank", "data_parallel_rank")
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """`NO`: fp8 is not part of this version."""
-        return FP8BackendType.NO
 
     # Preparing
 
@@ -908,7 +884,7 @@ class Accelerator:
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Profiles the block by torch.profiler, and writes a Chrome trace for each process where the handler says so."""
+        """Profiles the block by torch.profiler; each process writes a Chrome trace where the handler says so."""
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with handler.build() as profiler:
             yield profiler

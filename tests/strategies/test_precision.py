@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from drivetrain.strategies import precision as precisions
-from drivetrain.strategies.precision import NOTHING, Autocast, Full, Scaled, TruePrecision
+from drivetrain.strategies.contexts import NOTHING
+from drivetrain.strategies.precision import Autocast, Full, Scaled, TruePrecision
 from drivetrain.strategies.settings import AutocastKwargs, GradScalerKwargs
 
 CPU = torch.device("cpu")

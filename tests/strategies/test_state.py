@@ -34,7 +34,7 @@ def test_one_process():
     assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
     assert state.is_main_process and state.is_local_main_process and state.is_last_process
     assert state.device == torch.device("cpu") and state.distributed_type is DistributedType.NO and state.backend is None
-    assert "num_processes=1" in repr(state)
+    assert "0 of 1" in repr(state)
     state.wait_for_everyone()
 
 
