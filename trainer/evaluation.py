@@ -48,7 +48,6 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
     several = len(session.loaders[stage]) > 1
     hooks, metrics, accelerator = session.hooks, session.metrics, session.trainer.accelerator
     on_start, on_end = (getattr(hooks, f"on_{event}_batch_{when}") for when in ("start", "end"))
-    on_end = on_end + hooks.late[f"on_{event}_batch_end"]
     step = session.entry(f"{event}_step")
     rest = (loader_index,) if several else ()
     metrics.begin(stage, batchwise=True, loader_index=loader_index if several else None)

@@ -13,13 +13,14 @@ from .module import STEPS, TrainModule
 from .module_hooks import MODULE_HOOKS
 
 Functions = tuple[Callable[..., Any], ...]
+APART = ("on_train_batch_end", "on_train_epoch_end")
 
 
 class Hooks:
-    """One tuple of functions per event, and in ``late`` those of callbacks that run after the module.
+    """One tuple of functions per event: callbacks' overridden methods by (priority, position), then the module's, then late ones.
 
-    ``hooks.on_train_batch_end`` holds the callbacks' overridden methods in the order of (priority, position), already bound to
-    the trainer and the module, then the module's own. Calling order is the same on every rank.
+    Those of callbacks are already bound to the trainer and the module. The order is the same on every rank. After a training
+    batch and epoch something comes before the late ones (a row is reduced and logged), so they stand apart, in ``late``.
     """
 
     def __init__(self, trainer: Any, module: TrainModule, callbacks: Sequence[Callback]) -> None:
@@ -31,15 +32,18 @@ class Hooks:
             late = [c for c in listeners if c.priority >= AFTER_MODULE]
             own = [getattr(module, name)] if overrides(module, name, TrainModule) else []
             bound = [partial(getattr(callback, name), trainer, module) for callback in early]
-            setattr(self, name, tuple(fitting(function, name) for function in bound + own))
-            self.late[name] = tuple(fitting(partial(getattr(c, name), trainer, module), name) for c in late)
+            first = tuple(fitting(function, name) for function in bound + own)
+            last = tuple(fitting(partial(getattr(c, name), trainer, module), name) for c in late)
+            if name in APART:
+                self.late[name] = last
+            setattr(self, name, first if name in APART else first + last)
 
     def __getattr__(self, name: str) -> Functions:
         raise AttributeError(f"Expected the name of a hook. Received: {name}. Use one of {', '.join(HOOKS)}.")
 
     def fire(self, name: str, *arguments: Any) -> None:
-        """Call all functions of an event, the late ones last."""
-        for function in getattr(self, name) + self.late[name]:
+        """Call all functions of an event."""
+        for function in getattr(self, name):
             function(*arguments)
 
 

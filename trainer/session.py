@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import Callback
+from ..callbacks.base import AFTER_MODULE, Callback
 from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.clipping import GradientClipping
 from ..callbacks.profiler import Profiler
@@ -160,9 +160,7 @@ class Session:
     def _fire_setup(self) -> None:
         if self.datamodule is not None:
             self.datamodule.setup(self.stage)
-        for callback in self.callbacks:
-            callback.setup(self.trainer, self.module, self.stage)
-        self.module.setup(self.stage)
+        self._tell_all("setup", self.stage)
 
     def _prepare_model(self) -> None:
         trainer, module = self.trainer, self.module
@@ -222,21 +220,27 @@ class Session:
         )
         return [c for c in self.callbacks if c is not clipping] + [own]
 
+    def _tell_all(self, event: str, argument: Any) -> None:
+        """Fire an event that may come before the hooks are compiled, in their order."""
+        ordered = sorted(self.callbacks, key=lambda callback: callback.priority)
+        early = [callback for callback in ordered if callback.priority < AFTER_MODULE]
+        for callback in early:
+            getattr(callback, event)(self.trainer, self.module, argument)
+        getattr(self.module, event)(argument)
+        for callback in ordered[len(early) :]:
+            getattr(callback, event)(self.trainer, self.module, argument)
+
     # The end
 
     def _fire_teardown(self) -> None:
-        for callback in self.callbacks:
-            callback.teardown(self.trainer, self.module, self.stage)
-        self.module.teardown(self.stage)
+        self._tell_all("teardown", self.stage)
         if self.datamodule is not None:
             self.datamodule.teardown(self.stage)
 
     def _tell(self, error: BaseException) -> None:
         self.failed = True
         self.trainer.interrupted = isinstance(error, KeyboardInterrupt)
-        for callback in self.callbacks:
-            callback.on_exception(self.trainer, self.module, error)
-        self.module.on_exception(error)
+        self._tell_all("on_exception", error)
         if self.datamodule is not None:
             self.datamodule.on_exception(error)
 
