@@ -870,13 +870,17 @@ class Accelerator:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Lets go of everything prepared, and frees what nobody else holds; returns a None for each given object."""
-        self._contents.clear()
-        self.precision.release()
-        self._begin_windows()
+        self.release()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.memory.empty_cache()
         return [None] * len(objects)
+
+    def release(self) -> None:
+        """Drivetrain's: lets go of everything prepared, and leaves it to Python when to free it (cheap)."""
+        self._contents.clear()
+        self.precision.release()
+        self._begin_windows()
 
     def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""

@@ -74,7 +74,7 @@ class Session:
             self._fire_teardown()
         finally:
             trainer.progress.stop()
-            trainer.accelerator.clear()
+            trainer.accelerator.release()
             trainer.stage = None
 
     @property
