@@ -30,12 +30,12 @@ Pairs = Iterator[tuple[Any, Share]]
 class Division:
     """One loader's division among the ranks. `batch_size` is a rank's; None for batches of the user's own making.
 
-    `shared`: all read one order. `fewest`: the batches of the rank with the fewest, where ranks have shares of their
-    own of known length.
+    `shared`: all read one order. `even`: fill a short last global batch up, unless it is split. `fewest`: the batches
+    of the rank with the fewest, where ranks have shares of their own of known length.
     """
 
     def __init__(self, data: MapData | StreamData, *, world: World, config: DataLoaderConfiguration) -> None:
-        self.data, self.world, self.config = data, world, config
+        self.data, self.world, self.config, self.even = data, world, config, config.even_batches
         plan = getattr(data, "plan", None)
         distributed = plan.distributed if plan is not None else None
         _check_distributed(distributed, world)
@@ -49,7 +49,7 @@ class Division:
 
     def layout(self, lockstep: bool) -> Layout:
         """How this rank cuts what it reads."""
-        short = "split" if self.config.split_last_batch else "pad" if self.config.even_batches else "fill"
+        short = "split" if self.config.split_last_batch else "pad" if self.even else "fill"
         if not self.shared or self.world.size == 1:
             return Layout(self.units, drop_last=self.drop_last)
         return Layout(self.units, self.world.size, self.world.rank, self.drop_last, short, lockstep)
@@ -59,12 +59,14 @@ class Division:
         return derive(key, RANK, self.world.rank) if self.world.rank and not self.shared else key
 
     def local(self, place: Position) -> Position:
-        """The place in what this rank reads."""
+        """The place in what this rank reads; that of streams which are not read again is theirs alone."""
+        streams = place.streams["places"] if place.streams else []
+        read = sum(stream["samples"] for stream in streams)
+        if any(stream["state"] is not None for stream in streams) or (streams and not self.shared):
+            return replace(place, samples=read, world_size=place.world_size if self.shared else 1)
         if self.shared:
-            return place
-        own = sum(stream["samples"] for stream in place.streams["places"]) if place.streams else None
-        samples = place.samples // self.world.size if own is None else own
-        return replace(place, samples=samples, world_size=1)
+            return place if read == place.samples else replace(place, streams=None)
+        return replace(place, samples=place.samples // self.world.size, world_size=1)
 
     def resumed(self, place: Position, skip: int) -> tuple[Position, int]:
         """The place from which this rank reads, and the batches to pass over from there."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
+from ..nested import send_to_device
 from ..random import derive
 from ..settings import DataLoaderConfiguration
 from ..world import World
@@ -24,7 +25,6 @@ from .fetch import MapData
 from .position import Position, SkippedLoader, skip_first_batches
 from .samplers import NOTHING, Share
 from .streams import StreamData
-from .transfer import send
 
 __all__ = ["DataLoaderShard", "SkippedLoader", "prepare_data_loader", "skip_first_batches"]
 
@@ -35,7 +35,8 @@ BATCH = 2  # what a seed is derived for
 
 def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device | str | None = None,
                         put_on_device: bool = True, seed: int = 0, config: DataLoaderConfiguration | None = None,
-                        gradient_state: Any = None, non_blocking: bool = False) -> DataLoaderShard:
+                        gradient_state: Any = None, non_blocking: bool = False,
+                        slice_fn_for_dispatch: Any = None) -> DataLoaderShard:
     """A loader of this rank's share of the batches of a DataLoader, or of any other iterable of batches.
 
     `seed` is the same on every rank. Collective where the user's generators, or loaders with a share of their own,
@@ -45,10 +46,11 @@ def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device |
     if isinstance(dataloader, (DataLoaderShard, SkippedLoader)):
         return dataloader
     config = config or DataLoaderConfiguration()
-    if config.dispatch_batches:
+    if config.dispatch_batches or slice_fn_for_dispatch is not None:
         raise ValueError(
-            "Expected dispatch_batches=False or None. Received: dispatch_batches=True. Rank 0 does not read for the "
-            "others: every rank reads what it needs, of iterable data too. Leave it out."
+            "Expected neither dispatch_batches=True nor slice_fn_for_dispatch. Received: dispatch_batches="
+            f"{config.dispatch_batches}, slice_fn_for_dispatch={slice_fn_for_dispatch}. Leave them out: rank 0 does "
+            "not read for the others here, every rank reads what it needs, of iterable data too."
         )
     loader = dataloader if _ordinary(dataloader) else _wrapped(dataloader)
     shard = DataLoaderShard(loader, world=world, config=config, gradient_state=gradient_state,
@@ -57,7 +59,7 @@ def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device |
         shard.base, shard.dataset = dataloader, getattr(dataloader, "dataset", dataloader)
     if device is not None and put_on_device and torch.device(device).type != "cpu":
         shard.device, overlap = torch.device(device), non_blocking or config.non_blocking
-        shard.move = lambda batch: send(batch, shard.device, non_blocking=overlap)
+        shard.move = lambda batch: send_to_device(batch, shard.device, overlap)
     return shard
 
 
@@ -105,6 +107,15 @@ class DataLoaderShard(DataLoader):
         return getattr(self.base, name)
 
     @property
+    def even_batches(self) -> bool:
+        """Whether a short last global batch is filled up with repeated samples (settable)."""
+        return self._ranks.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._ranks.even = even
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples in a full global batch; None for batches of the user's own making."""
         return None if self.batch_size is None else self.batch_size * self.world.size
@@ -117,7 +128,7 @@ class DataLoaderShard(DataLoader):
     def iterate(self, skip: int = 0) -> Iterator[Any]:
         """The batches of an epoch, or what is left of it after `load_state_dict`, without the first `skip`."""
         place = self._begin()
-        left, done, seen = self._known_steps(place), self._before(place) + skip, bool(place.samples or skip)
+        left, done, seen = self._known_steps(place), self._done + skip, bool(place.samples or skip)
         most = None if self.limit is None else max(self.limit - done, 0)
         if left is not None:
             left = left - skip if most is None else min(left - skip, most)
@@ -184,8 +195,9 @@ class DataLoaderShard(DataLoader):
         if self._open == self.epoch:  # left before its end
             self.epoch += 1
         place = self._next_place()
-        self._pending, self._open, self._done = None, place.epoch, place.batches
+        self._pending, self._open = None, place.epoch
         self._reset(place.samples)
+        self._done = self._before(place)
         return place
 
     def _finish(self, epoch: int, *, empty: bool) -> None:

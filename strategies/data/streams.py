@@ -259,7 +259,7 @@ def looked_ahead(pieces: Iterator[tuple[Piece, dict]], key: int) -> Iterator[tup
         while (not pending or pending[-1][0].batch is NOTHING) and (following := next(pieces, None)) is not None:
             pending.append(following)
         last = not pending or pending[-1][0].batch is NOTHING
-        settle(mix(key, piece.share.stop))
+        settle(mix(key, piece.share.stop), drawn=True)
         yield piece._replace(share=piece.share._replace(last=last, end=not pending)), streams
 
 
