@@ -96,9 +96,10 @@ class Deadline:
         self._calls += 1
         if self._calls < self._look_at:
             return False
-        time_now, steps = world.broadcast_object((now(), self._steps_until(moment - now())))
+        left = moment - now()
+        over, steps = world.broadcast_object((left <= 0, self._steps_until(left)))
         self._look_at = self._calls + steps
-        return time_now >= moment
+        return over
 
     def _steps_until(self, left: float) -> int:
         clock = time.monotonic()

@@ -86,8 +86,8 @@ class Profiler(Callback):
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage == "fit":
-            path = (self.dirpath or folder(trainer.log_dir)) / self.filename
-            self.tool.open(trainer, module, path if trainer.global_rank == 0 else f"{path}-rank{trainer.global_rank}")
+            name = self.filename + (f"-rank{trainer.global_rank}" if trainer.global_rank else "")
+            self.tool.open(trainer, module, (self.dirpath or folder(trainer.log_dir)) / name)
             self.tool.end.on_train_end = lambda trainer, module: self._finish(trainer)  # type: ignore[method-assign]
             trainer.session.callbacks.append(self.tool.end)
 
@@ -108,6 +108,7 @@ class Operators:
 
     def __init__(self, options: dict[str, Any], row_limit: int, sort_by: str | None) -> None:
         self.options, self.row_limit, self.sort_by = options, row_limit, sort_by
+        self.schedule: dict[str, int] = options["schedule_option"]
         self.hooks = {"on_train_start": lambda *_: self._start()}
         self.end = Callback()  # hears events after everybody else
         self.end.priority = LAST
@@ -129,9 +130,9 @@ class Operators:
         self.profile.stop()
         if self.written:
             return f"Profiled operators: {self.path}-*.json (for chrome://tracing) and {self.path}-*.txt"
-        schedule = self.options["schedule_option"]
+        ahead = self.schedule["wait"] + self.schedule["warmup"]
         warnings.warn(
-            f"Expected more than {schedule['wait'] + schedule['warmup']} batches to profile. Received: fewer. "
+            f"Expected more than {ahead} batches to profile. Received: {self.profile.step_num}. "
             "Train for longer, or lower wait and warmup.",
             stacklevel=2,
         )
@@ -145,10 +146,15 @@ class Operators:
         self.profile.start()
 
     def _write(self, profile: Any) -> None:
+        ahead = self.schedule["wait"] + self.schedule["warmup"]
+        if profile.step_num % (ahead + self.schedule["active"]) == ahead:
+            return  # the run ended before the first batch to record
         self.written += 1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(f"{self.path}-{self.written}.json")
-        text = profile.key_averages().table(sort_by=self.order, row_limit=self.row_limit)
+        with warnings.catch_warnings():  # that earlier cycles are not in it: they have files of their own
+            warnings.simplefilter("ignore", UserWarning)
+            text = profile.key_averages().table(sort_by=self.order, row_limit=self.row_limit)
         Path(f"{self.path}-{self.written}.txt").write_text(text)
 
 

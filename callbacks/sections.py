@@ -48,7 +48,6 @@ class Sections:
 
     def open(self, trainer: Any, module: Any, path: Path) -> None:
         """Make ready for a fit: listen to everybody's hooks."""
-        self.seconds.clear()
         self.path, self.batches = Path(f"{path}.txt"), 0
         for callback in trainer.session.callbacks:
             if callback.priority == -LAST:
@@ -58,6 +57,8 @@ class Sections:
         self._wrap(module, [name for name in HOOKS if _is_own(module, name, "ModuleHooks")], "hooks of the module")
 
     def start(self) -> None:
+        """Begin to count; what passed before does not."""
+        self.seconds.clear()
         self.running, self.section, self.since = True, "other", perf_counter()
 
     def enter(self, section: str) -> None:

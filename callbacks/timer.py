@@ -30,6 +30,7 @@ class Timer(Callback):
         self._deadline = Deadline()
         self._begun: dict[str, float] = {}
         self._ended: dict[str, float] = {}
+        self._over = False
         self._clock: Any = None  # seconds of the run: those before an interruption count
 
     def start_time(self, stage: str = "train") -> float | None:
@@ -53,7 +54,7 @@ class Timer(Callback):
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._clock = trainer.progress.seconds
+        self._clock, self._over = trainer.progress.seconds, False
         self._begin("train")
         self._stop_if_over(trainer)
 
@@ -92,9 +93,10 @@ class Timer(Callback):
         self._ended.pop(stage, None)
 
     def _stop_if_over(self, trainer: Any) -> None:
-        if self.duration is None or trainer.should_stop:
+        if self.duration is None or self._over:
             return
-        if self._deadline.passed(self.duration, now=self._clock, world=trainer.accelerator.world):
+        self._over = self._deadline.passed(self.duration, now=self._clock, world=trainer.accelerator.world)
+        if self._over:
             trainer.should_stop = True
             trainer.stop_reason = f"the time of {self.duration:g} s is over"
             if self.verbose:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain import Trainer, TrainModule
+from drivetrain import ModelCheckpoint, ModelSummary, Progress, Trainer, TrainModule
 
 
 class Numbers(Dataset):
@@ -25,7 +25,7 @@ class Numbers(Dataset):
 
 
 class Line(TrainModule):
-    """One weight; logs "train_loss" each step and, in validation number n, "val_loss" as ``values[n]``."""
+    """One weight; logs "train_loss" each step and, in validation number n, "val_loss" as ``values[n]`` (in a circle)."""
 
     def __init__(self, values: list[float] | None = None, lr: float = 0.0) -> None:
         super().__init__()
@@ -40,7 +40,10 @@ class Line(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.values is not None and not self.trainer.sanity_checking:
-            self.log("val_loss", self.values[self.validations])
+            self.log("val_loss", self.values[self.validations % len(self.values)])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.layer(batch).mean())
 
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:
@@ -57,11 +60,8 @@ def loader(count: int, **options: Any) -> DataLoader:
 
 def quiet(**options: Any) -> Trainer:
     """A trainer on the CPU with nothing optional but what is asked for."""
-    defaults = {
-        "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "num_sanity_val_steps": 0, "max_epochs": 1,
-    }  # fmt: skip
-    asked = {**defaults, **options}
-    if not any(type(c).__name__ == "ModelCheckpoint" for c in asked.get("callbacks", [])):
-        asked.setdefault("enable_checkpointing", False)
-    return Trainer(**asked)
+    defaults = {"accelerator": "cpu", "logger": False, "num_sanity_val_steps": 0, "max_epochs": 1}
+    kinds = {"enable_progress_bar": Progress, "enable_model_summary": ModelSummary, "enable_checkpointing": ModelCheckpoint}
+    given = options.get("callbacks", [])
+    switches = {name: False for name, kind in kinds.items() if not any(isinstance(c, kind) for c in given)}
+    return Trainer(**{**defaults, **switches, **options})
