@@ -20,6 +20,7 @@ from ..callbacks.summary import ModelSummary
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
 from ..strategies import create
+from ..strategies.environment import Placement
 from .schedule import Schedule
 
 _PRECISIONS = {
@@ -49,11 +50,14 @@ class Plan:
     log_every_n_steps: int = 50
 
 
-def resolve(given: dict[str, Any]) -> Plan:
-    """Return the plan that a Trainer's arguments mean; raises ValueError or TypeError for those that make no sense."""
+def resolve(given: dict[str, Any], placement: Placement) -> Plan:
+    """Return the plan that a Trainer's arguments mean where ``placement`` is this process's.
+
+    Raises ValueError or TypeError for arguments that make no sense.
+    """
     given = _with_fast_run(_with_barebones(given))
     plan = Plan(shards=given["use_distributed_sampler"])
-    _resolve_devices(plan, given)
+    _resolve_devices(plan, given, placement)
     plan.callbacks = _callbacks(given)
     plan.schedule = _schedule(given)
     plan.limits = {stage: _limit(given, stage) for stage in ("train", "validate", "test", "predict")}
@@ -65,7 +69,7 @@ def resolve(given: dict[str, Any]) -> Plan:
 # Where it runs
 
 
-def _resolve_devices(plan: Plan, given: dict[str, Any]) -> None:
+def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) -> None:
     accelerator, strategy, devices = given["accelerator"], given["strategy"], given["devices"]
     if accelerator is not None and not isinstance(accelerator, str):
         _refuse_beside_accelerator(given)
@@ -75,11 +79,15 @@ def _resolve_devices(plan: Plan, given: dict[str, Any]) -> None:
     plan.nodes = _whole(given, "num_nodes", least=1)
     plan.asked = devices != "auto"
     plan.processes, plan.devices = _count(devices, kind)
-    strategy = create(None if strategy == "auto" else strategy, size=plan.processes * plan.nodes)
-    if plan.processes * plan.nodes > 1 and not strategy.launches:
+    size = plan.processes * plan.nodes
+    if placement.launched:
+        _check_launched(plan, size, placement)
+        size = placement.size
+    strategy = create(None if strategy == "auto" else strategy, size=size)
+    if size > 1 and not strategy.launches:
         raise ValueError(
-            f"Expected a strategy for several processes. Received: strategy={strategy.name!r}, devices={devices!r}, "
-            f'num_nodes={plan.nodes}. Use strategy="ddp", or one device.'
+            f"Expected a strategy for several processes. Received: strategy={strategy.name!r} for {size} of them. "
+            'Use strategy="ddp", or one device.'
         )
     if given["sync_batchnorm"] and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
@@ -90,6 +98,14 @@ def _resolve_devices(plan: Plan, given: dict[str, Any]) -> None:
         "mixed_precision": _precision(given["precision"]),
         "seed": given["seed"],
     }
+
+
+def _check_launched(plan: Plan, size: int, placement: Placement) -> None:
+    if plan.asked and size != placement.size:
+        raise ValueError(
+            f"Expected as many processes as asked for. Received: devices × num_nodes = {size}, and {placement.size} "
+            f'processes started by {placement.launcher}. Make them equal, or leave devices at "auto".'
+        )
 
 
 def _refuse_beside_accelerator(given: dict[str, Any]) -> None:

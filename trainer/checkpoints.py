@@ -170,7 +170,7 @@ def check_hyperparameters(session: Session) -> None:
 
 def run_of(path: Path | None) -> str | None:
     """Return the id of the run that a checkpoint belongs to."""
-    return None if path is None else Checkpoint.open(path, verify=False).manifest["metadata"].get("run_id")
+    return None if path is None else Checkpoint.open(path, verify=False).manifest.get("run_id")
 
 
 def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
@@ -182,7 +182,7 @@ def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides:
 
 def read_hyperparameters(cls: Any, path: Any, kind: str) -> dict[str, Any]:
     """Return the saved hyperparameters that ``cls`` takes; ``kind`` is "hparams" or "datamodule_hparams"."""
-    saved = Checkpoint.open(path, verify=False).manifest["metadata"].get(kind, {})
+    saved = Checkpoint.open(path, verify=False).manifest.get(kind, {})
     parameters = inspect.signature(cls).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return dict(saved)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import torch as safetensors
 
-from ..strategies import environment
 from ..strategies.checkpoint.state import decode, encode
 from ..strategies.settings import DataLoaderConfiguration, GradientAccumulationPlugin
 from ..strategies.world import World
@@ -15,6 +14,7 @@ from .accelerator import Accelerator
 from .metrics import Metrics
 
 if TYPE_CHECKING:
+    from ..strategies.environment import Placement
     from .arguments import Plan
     from .loaders import LoaderSource
     from .module import TrainModule
@@ -41,19 +41,10 @@ class Launcher:
     ``later`` is true, and weights and results come back from rank 0.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, placement: Placement) -> None:
         self.plan = plan
-        placement = environment.detect()
-        wanted = plan.processes * plan.nodes
         self.later = False
-        if plan.accelerator is not None:
-            return
-        if placement.launched:
-            if plan.asked and wanted != placement.size:
-                raise ValueError(
-                    f"Expected as many processes as asked for. Received: devices × num_nodes = {wanted}, "
-                    f"and {placement.size} processes started by {placement.launcher}. Make them equal, or leave devices at \"auto\"."
-                )
+        if plan.accelerator is not None or placement.launched:
             return
         if plan.processes == 1 and plan.nodes == 1:
             return

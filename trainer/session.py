@@ -48,6 +48,7 @@ class Session:
         run_id = run_of(self.checkpoint) if self.stage == "fit" else None
         trainer.run_folder.claim(trainer.accelerator.world, run_id=run_id, create=self._writes())
         try:
+            trainer.accelerator.release()  # what the run before has prepared; until now it could be saved
             self._attach()
             self._prepare_data()
             self._fire_setup()
@@ -74,7 +75,6 @@ class Session:
             self._fire_teardown()
         finally:
             trainer.progress.stop()
-            trainer.accelerator.release()
             trainer.stage = None
 
     @property

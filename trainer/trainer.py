@@ -10,6 +10,7 @@ import torch
 from ..callbacks.base import Callback
 from ..callbacks.durations import DurationLike
 from ..strategies.collectives import recursively_apply
+from ..strategies.environment import detect
 from .arguments import resolve
 from .checkpoints import RunState, metadata
 from .evaluation import evaluate
@@ -117,7 +118,8 @@ class Trainer(TrainerState):
         default_root_dir: str | Path | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self.plan = plan = resolve(given)
+        placement = detect()
+        self.plan = plan = resolve(given, placement)
         self.callbacks, self.schedule, self.limits = plan.callbacks, plan.schedule, plan.limits
         self.log_every_n_steps = plan.log_every_n_steps
         self.max_epochs, self.min_epochs, self.max_steps, self.min_steps = max_epochs, min_epochs, max_steps, min_steps
@@ -131,7 +133,7 @@ class Trainer(TrainerState):
         self.run_state = RunState(self)
         self._accelerator: Any = None
         self._reset()
-        self.launcher = Launcher(plan)
+        self.launcher = Launcher(plan, placement)
         if not self.launcher.later:
             self.accelerator  # noqa: B018  joins the other processes now
 

@@ -28,6 +28,8 @@ class Line(TrainModule):
     def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(self.layer.weight, 0.5)
+        torch.nn.init.constant_(self.layer.bias, 0.1)
         self.lr = lr
         self.seen: list[list[int]] = []
 
