@@ -53,7 +53,7 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
     metrics.begin(stage, batchwise=True, loader_index=loader_index if several else None)
     keep = session.predictions[loader_index].append if stage == "predict" else None
     for index, batch in enumerate(loader):
-        metrics.samples = loader.samples
+        metrics.samples = loader.samples if loader.counted else None
         for hook in on_start:
             hook(batch, index, loader_index)
         with accelerator.autocast():

@@ -69,12 +69,13 @@ class FitLoop:
         """Train the rest of the running epoch; return False when it was left before its end."""
         progress, loader, metrics, step = self.progress, self.loader, self.metrics, self.step
         hooks, late = self.hooks, self.hooks.late["on_train_batch_end"]
+        counted = loader.counted
         if self._start_epoch():
             return True
         for batch in loader:
             self.at_edge = False
             index = progress.batch
-            metrics.samples = loader.samples
+            metrics.samples = loader.samples if counted else None
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
                     self.at_edge = True

@@ -116,6 +116,11 @@ class DataLoaderShard(DataLoader):
         self._ranks.even = even
 
     @property
+    def counted(self) -> bool:
+        """Whether `samples` is the size of a batch: not where the data set makes batches itself (batch_size=None)."""
+        return self.base.batch_sampler is not None or isinstance(self.dataset, IterableDataset)
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples in a full global batch; None for batches of the user's own making."""
         return None if self.batch_size is None else self.batch_size * self.world.size
