@@ -105,6 +105,8 @@ class Rows:
             dataset, chosen = dataset.dataset, dataset.indices
         if type(dataset) is not TensorDataset or collate_fn is not default_collate or not _plain(dataset.tensors):
             return None
+        if not all(tensor.is_contiguous() for tensor in dataset.tensors):
+            return None  # stacking samples gives other strides than indexing would
         if chosen is not None:
             if not all(type(index) is int for index in chosen):
                 return None
@@ -272,6 +274,8 @@ def fetched_by(workers: Workers, shares: Iterator[Share], key: int | None, *, se
         if key is not None:
             settle(number, drawn=drawn)
         yield batch, share
+    if sent:  # a StopIteration of the user's code comes through torch as an end
+        raise RuntimeError("Expected a batch from every worker. Received: StopIteration, raised while one was fetched.")
 
 
 class _Tickets:

@@ -331,7 +331,8 @@ class Plan:
         for chunk in islice(chunks, skip):
             head = head or chunk
             position += sum(map(size, chunk)) if size else len(chunk)
-        return divided(chunks, layout, position, head=head, size=size)
+        found = divided(chunks, layout, position, head=head, size=size)
+        return map(_uncounted, found) if self.kind == "keys" else found
 
     def _source(self, seed: int, epoch: int) -> Order | Drawn:
         sampler = self.sampler
@@ -355,6 +356,13 @@ class Plan:
     def _generators(self) -> list[torch.Generator]:
         found = (getattr(part, "generator", None) for part in self._samplers())
         return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _uncounted(share: Share) -> Share:
+    """Leave open how many samples are behind a single key."""
+    if isinstance(share.content, (list, tuple)):
+        return share
+    return share._replace(samples=None if share.samples else 0, total=None)
 
 
 def _size(unit: Any) -> int:

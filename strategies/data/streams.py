@@ -249,6 +249,7 @@ def read_by(workers: Workers, start: Start, streams: dict | None) -> Iterator[tu
         if missing < 0:
             share = piece.share._replace(stop=position)
             yield piece._replace(share=share), {"next": (worker + 1) % number, "places": list(places)}
+    raise RuntimeError("Expected each worker to read to its end. Received: StopIteration, raised by a collate_fn.")
 
 
 def looked_ahead(pieces: Iterator[tuple[Piece, dict]], key: int) -> Iterator[tuple[Piece, dict]]:
