@@ -74,7 +74,10 @@ class Window:
         state = self.state
         loader = state.active_dataloader
         if self.count == 0:
-            self._open(loader)
+            self._unweighted = False
+            self._limit = self._divisor = state.num_steps
+            if self._limit > 1 and state.scale_last_window and loader is not None and loader.batches is not None:
+                self._divisor = min(self._limit, loader.batches + 1)
         self.parameters = parameters or self._default_parameters
         self.count += 1
         ended = loader is not None and state.sync_with_dataloader and loader.end_of_dataloader
@@ -105,12 +108,6 @@ class Window:
             loss = loss * loader.weight
         divisor = self._divisor if self.count else self.state.num_steps
         return loss if divisor == 1 else loss / divisor
-
-    def _open(self, loader: Any) -> None:
-        self._limit = self._divisor = self.state.num_steps
-        self._unweighted = False
-        if self._divisor > 1 and self.state.scale_last_window and loader is not None and loader.batches is not None:
-            self._divisor = min(self._divisor, loader.batches + 1)
 
     def _end_short(self) -> None:
         if self.state.scale_last_window:

@@ -5,6 +5,7 @@ A new engine overrides what it does differently, and nothing outside of this fol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -125,9 +126,8 @@ class Strategy:
     ) -> AcceleratedOptimizer:
         """Returns the optimizer as the engine steps it."""
         precision.register(optimizer)
-        return AcceleratedOptimizer(
-            optimizer, place, precision.scaler, step=lambda optimizer, closure: self.step(optimizer, precision, closure)
-        )
+        step = functools.partial(self.step, precision=precision)
+        return AcceleratedOptimizer(optimizer, place, precision.scaler, step=step)
 
     def prepare_scheduler(
         self, scheduler: Any, optimizers: list[Any], *, step_with_optimizer: bool = True, split_batches: bool = False
@@ -174,7 +174,7 @@ class Strategy:
             raise problem from error
 
     def step(
-        self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable | None = None
+        self, optimizer: torch.optim.Optimizer, closure: Callable | None = None, *, precision: Precision
     ) -> tuple[bool, Any]:
         """Steps an optimizer; returns whether that was skipped, and what the optimizer returned."""
         return precision.step(optimizer, closure)
