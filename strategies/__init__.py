@@ -37,6 +37,8 @@ def create(strategy: str | Strategy | None = None, *, size: int = 1) -> Strategy
         NotImplementedError: the engine is not part of this version.
     """
     if strategy is not None and not isinstance(strategy, str):
+        if not isinstance(strategy, __getattr__("Strategy")):
+            raise TypeError(f"Expected a strategy or its name. Received: {strategy!r}. Use a name such as 'ddp'.")
         return strategy
     if strategy in (None, "auto"):
         strategy = "ddp" if size > 1 else "single"

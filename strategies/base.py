@@ -240,7 +240,7 @@ def choose_device(device: str | torch.device | None = None, *, cpu: bool = False
     if chosen is not None and (own is None or chosen.type != own.type):
         available = "cpu" if own is None else f"cpu, {own.type}"
         raise ValueError(f"Expected a device of this machine ({available}). Received: device={str(chosen)!r}.")
-    return chosen or torch.device(own.type)
+    return chosen or torch.device(own.type if own is not None else "cpu")
 
 
 def _current(device: torch.device) -> torch.device:

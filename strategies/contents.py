@@ -11,7 +11,7 @@ The first process writes everything that all share. How files become durable is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,7 +173,7 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def fitted(state: dict[str, torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def fitted(state: Mapping[str, torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns weights under the keys that a module has, which a compiler or a wrapper inside it may have prefixed."""
     keys = clean_keys({key: key for key in module.state_dict()}, module)
     return {keys.get(key, key): value for key, value in state.items()}

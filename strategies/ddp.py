@@ -103,7 +103,7 @@ class DDPStrategy(Strategy):
         model = super().prepare_model(model, precision, evaluation=evaluation, **options)
         if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        devices = None if self.device.type == "cpu" else [self.device]
+        devices = None if self.device.index is None else [self.device.index]
         replica = Replica(model, device_ids=devices, **self.settings.to_dict())
         self.settings.register_comm_hook(replica)
         self._replicas.add(replica)

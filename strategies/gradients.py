@@ -24,6 +24,7 @@ class GradientState:
             self.dataloader_references: list[Any] = []
             gradient_accumulation_plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None:
+            self.sync_gradients = True  # a new run does not begin inside of a window that an earlier one left
             self.plugin = gradient_accumulation_plugin
             self.num_steps = gradient_accumulation_plugin.num_steps or 1
             self.adjust_scheduler = gradient_accumulation_plugin.adjust_scheduler

@@ -217,6 +217,6 @@ def _exact(saved: Any, loaded: Any) -> Any:
         known = loaded if isinstance(loaded, Mapping) else {}
         return {**known, **{key: _exact(value, known.get(key)) for key, value in saved.items()}}
     if isinstance(saved, (list, tuple)):
-        known = loaded if isinstance(loaded, (list, tuple)) and len(loaded) == len(saved) else [None] * len(saved)
-        return type(saved)(_exact(value, other) for value, other in zip(saved, known))
+        others = loaded if isinstance(loaded, (list, tuple)) and len(loaded) == len(saved) else [None] * len(saved)
+        return type(saved)(_exact(value, other) for value, other in zip(saved, others))
     return saved

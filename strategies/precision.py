@@ -77,7 +77,7 @@ class Precision:
     name = "32-true"
     mixed_precision = "no"
     dtype = torch.float32
-    scaler: torch.amp.GradScaler | None = None
+    scaler: Any = None
     skipped_steps = 0
 
     def prepare_model(self, model: torch.nn.Module, *, evaluation: bool = False) -> torch.nn.Module:
@@ -225,7 +225,7 @@ class Scaled(Autocast):
         scaler: GradScalerKwargs | None = None,
     ) -> None:
         super().__init__(name, dtype, device, options)
-        self.scaler = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
+        self.scaler: Any = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
         self.scaler.scale(torch.zeros((), device=device))  # which makes its state, else made by the first loss
         self.skipped_steps = 0
         self._optimizers: set[int] = set()
@@ -255,7 +255,7 @@ class Scaled(Autocast):
             self._update()
         return skipped, result
 
-    def _infinities(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+    def _infinities(self, optimizer: torch.optim.Optimizer) -> Any:
         if not self.scaler.is_enabled():
             return {}
         found = self.scaler._found_inf_per_device(optimizer)

@@ -19,7 +19,8 @@ class _Searchable(EnumMeta):
     """Lets `"fp16" in PrecisionType` ask for a value as well as for a member."""
 
     def __contains__(cls, item: object) -> bool:
-        return any(item is member or item == member.value for member in cls)
+        members: list[Any] = list(cls)
+        return any(item is member or item == member.value for member in members)
 
 
 class BaseEnum(Enum, metaclass=_Searchable):
@@ -233,7 +234,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_hook = _member(DDPCommunicationHookType, self.comm_hook, "comm_hook")
         self.comm_wrapper = _member(DDPCommunicationHookType, self.comm_wrapper, "comm_wrapper")
         wrappers = [DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
-        _check(self.comm_wrapper in wrappers, "comm_wrapper no, fp16 or bf16", comm_wrapper=self.comm_wrapper.value)
+        _check(self.comm_wrapper in wrappers, "comm_wrapper no, fp16 or bf16", comm_wrapper=str(self.comm_wrapper))
         _check(
             not (self.static_graph and self.find_unused_parameters),
             "static_graph or find_unused_parameters, as a static graph finds unused parameters by itself",
@@ -250,8 +251,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_hook is DDPCommunicationHookType.NO:
             _check(self.comm_wrapper is DDPCommunicationHookType.NO, "comm_hook to be set", comm_hook="no")
             return
-        state, hook = _communication_hook(self.comm_hook, self.comm_state_option)
-        model.register_comm_hook(state, _wrapped_hook(self.comm_wrapper, hook))
+        state, hook = _communication_hook(DDPCommunicationHookType(self.comm_hook), self.comm_state_option)
+        model.register_comm_hook(state, _wrapped_hook(DDPCommunicationHookType(self.comm_wrapper), hook))
 
 
 def _communication_hook(kind: DDPCommunicationHookType, options: dict) -> tuple[Any, Callable]:
@@ -418,7 +419,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields, the backend in torch's lower-case spelling."""
-        return {**super().to_dict(), "backend": self.backend.value.lower()}
+        return {**super().to_dict(), "backend": DynamoBackend(self.backend).value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Returns the arguments for `torch.compile`."""

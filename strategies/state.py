@@ -1,7 +1,6 @@
 """PartialState and AcceleratorState: views of this process's world, under the names that Accelerate gives them.
 
-Nothing is kept here twice. Each attribute is read from the strategy in force and its world when it is asked for; all
-instances show the same.
+Each attribute is read from the strategy in force and its world when it is asked for; all instances show the same.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PartialState:
         if not self.initialized:
             placement = detect()
             strategy = create(size=placement.size)
-            settings = {InitProcessGroupKwargs: InitProcessGroupKwargs(**kwargs)}
+            settings: dict[type, Any] = {InitProcessGroupKwargs: InitProcessGroupKwargs(**kwargs)}
             strategy.setup(placement, cpu=cpu or flag("USE_CPU"), settings=settings)
             self.establish(strategy)
 
@@ -223,7 +222,8 @@ def share(inputs: Any, world: World, apply_padding: bool = False) -> Any:
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"Expected values of one length. Received: lengths {lengths}. Cut or pad them first.")
-        return type(inputs)({key: share(value, world, apply_padding) for key, value in inputs.items()})
+        kind: Any = type(inputs)
+        return kind({key: share(value, world, apply_padding) for key, value in inputs.items()})
     if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
         raise TypeError(f"Expected a list, tuple, tensor or dict. Received: {type(inputs).__name__}. Make a list.")
     quotient, more = divmod(len(inputs), world.size)

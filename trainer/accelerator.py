@@ -21,6 +21,7 @@ drivetrain's.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -68,14 +69,9 @@ from .resolution import (
     project_configuration,
     refuse_absent_engines,
 )
-from .checkpoint_folders import (
-    next_checkpoint,
-    open_checkpoint,
-    remove_old,
-    require_safe,
-    run_save_hooks,
-    save_tensors,
-)
+from . import checkpoint_folders, resolution
+
+logger = logging.getLogger(__name__)
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
@@ -141,15 +137,15 @@ class Accelerator:
         device: str | torch.device | None = None,
         seed: int | None = None,
     ) -> None:
-        refuse_absent_engines(
+        resolution.refuse_absent_engines(
             DeepSpeedPlugin=deepspeed_plugin or deepspeed_plugins, FullyShardedDataParallelPlugin=fsdp_plugin,
             TorchTensorParallelPlugin=torch_tp_plugin, MegatronLMPlugin=megatron_lm_plugin,
             ParallelismConfig=parallelism_config,
         )  # fmt: skip
-        plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self.dynamo_plugin = compilation_plugin(dynamo_backend, dynamo_plugin)
-        self.dataloader_config = loader_configuration(dataloader_config, split_batches)
-        self.project_configuration = project_configuration(project_config, project_dir)
+        plugin = resolution.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.dynamo_plugin = resolution.compilation_plugin(dynamo_backend, dynamo_plugin)
+        self.dataloader_config = resolution.loader_configuration(dataloader_config, split_batches)
+        self.project_configuration = resolution.project_configuration(project_config, project_dir)
         self.profile_handler: ProfileKwargs | None = None
         self.strategy, self.precision = self._set_up(strategy, device, cpu, mixed_precision, kwargs_handlers)
         self.world: World = self.strategy.world
@@ -173,7 +169,7 @@ class Accelerator:
     def _set_up(
         self, strategy: Any, device: Any, cpu: bool, mixed_precision: Any, kwargs_handlers: list[KwargsHandler] | None
     ) -> tuple[Strategy, Precision]:
-        handlers = handlers_by_type(kwargs_handlers)
+        handlers = resolution.handlers_by_type(kwargs_handlers)
         self.profile_handler = handlers.get(ProfileKwargs)
         placement = environment.detect()
         engine = strategies.create(strategy, size=placement.size)
@@ -489,7 +485,7 @@ class Accelerator:
 
     def _begin_windows(self) -> None:
         self._window = Window(self.gradient_state, self.world, self._all_parameters)
-        self._accumulation = self._new_accumulation(())
+        self._accumulation: Accumulation = self._new_accumulation(())
 
     def _new_accumulation(self, models: tuple[Any, ...]) -> Accumulation:
         parameters = (lambda: parameters_of(models)) if models else self._all_parameters
@@ -568,7 +564,7 @@ class Accelerator:
 
         Inside a window nothing is clipped, and the norm is that of the gradients so far.
         """
-        parameters = parameter_list(parameters)
+        parameters = resolution.parameter_list(parameters)
         if self.sync_gradients:
             self._unscale_for(parameters)
             self.grad_norm = self.strategy.clip_norm(parameters, max_norm, norm_type)
@@ -578,7 +574,7 @@ class Accelerator:
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clips every element of the gradients to [-clip_value, clip_value] at the end of a window."""
         if self.sync_gradients:
-            parameters = parameter_list(parameters)
+            parameters = resolution.parameter_list(parameters)
             self._unscale_for(parameters)
             self.strategy.clip_value(parameters, clip_value)
 
@@ -741,7 +737,7 @@ class Accelerator:
         """
         each_node = self.project_configuration.save_on_each_node
         if self.is_local_main_process if each_node else self.is_main_process:
-            save_tensors(obj, f)
+            checkpoint_folders.save_tensors(obj, f)
 
     def save_model(
         self,
@@ -754,9 +750,9 @@ class Accelerator:
 
         Files above `max_shard_size` are split, with an index beside them. Shared weights are stored once.
         """
-        require_safe(safe_serialization)
+        checkpoint_folders.require_safe(safe_serialization)
         state = self.get_state_dict(model)
-        with Writer(save_directory, world=self.world) as writer:
+        with Writer(os.fspath(save_directory), world=self.world) as writer:
             if self.is_main_process:
                 save_weights(writer, state, max_shard_size=max_shard_size)
             writer.commit({"strategy": self.strategy.name})
@@ -814,12 +810,14 @@ class Accelerator:
             ValueError: no folder is given or configured.
             CheckpointError: it could not be written; the checkpoints that were there still are.
         """
-        require_safe(safe_serialization)
+        checkpoint_folders.require_safe(safe_serialization)
+        if self.step and not self.sync_gradients:
+            logger.warning(checkpoint_folders.MID_WINDOW, self.step)
         config = self.project_configuration
-        directory = next_checkpoint(config, output_dir)
+        directory = checkpoint_folders.next_checkpoint(config, output_dir)
         with Writer(directory, world=self.world) as writer:
             weights = [self.strategy.state_dict(model) for model in self._contents.models]
-            run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
+            checkpoint_folders.run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
             self.strategy.save(
                 writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only,
                 extra={"iteration": config.iteration}, **save_model_func_kwargs,
@@ -829,7 +827,7 @@ class Accelerator:
         if config.automatic_checkpoint_naming:
             config.iteration += 1
             if self.is_main_process:
-                remove_old(directory.parent, config.total_limit)
+                checkpoint_folders.remove_old(directory.parent, config.total_limit)
         return str(directory)
 
     def load_state(
@@ -850,8 +848,9 @@ class Accelerator:
             ValueError: there is no checkpoint, or other objects were saved than are prepared.
             CheckpointError: a file is missing or damaged; the message names it.
         """
-        options = {"strict": strict, **(load_kwargs or {}), **load_model_func_kwargs}
-        checkpoint = open_checkpoint(self.project_configuration, input_dir, self.world)
+        options = checkpoint_folders.loading_options(strict, load_kwargs, load_model_func_kwargs)
+        checkpoint = checkpoint_folders.open_checkpoint(self.project_configuration, input_dir, self.world)
+        self._begin_windows()
         models = list(self._contents.models)
         for hook in self._load_hooks.values():
             hook(models, str(checkpoint.directory))

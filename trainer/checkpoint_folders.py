@@ -17,6 +17,10 @@ from ..strategies.world import World
 
 logger = logging.getLogger(__name__)
 
+MID_WINDOW = (
+    "The checkpoint is saved inside an accumulation window: the gradients of its %d micro-batches so far are not part "
+    "of it. Save where accelerator.sync_gradients is true, and what is loaded goes on exactly."
+)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -67,6 +71,7 @@ def open_checkpoint(config: ProjectConfiguration, input_dir: str | os.PathLike |
     found, problem = world.broadcast_object((found, problem))
     if problem is not None:
         raise problem
+    assert found is not None
     return Checkpoint.open(found, verify=False)
 
 
@@ -79,6 +84,21 @@ def _verified(config: ProjectConfiguration, input_dir: str | os.PathLike | None)
     if found is None:
         raise ValueError(f"Expected a checkpoint in {numbered_folder(config)}. Received: none. Save one first.")
     return found
+
+
+def loading_options(strict: bool, *given: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns how weights are loaded; options that only mean something for pickles hold in any case and are left out.
+
+    Raises:
+        TypeError: an option is unknown.
+    """
+    options = {"strict": strict}
+    for name, value in {name: value for part in given for name, value in (part or {}).items()}.items():
+        if name == "strict":
+            options["strict"] = value
+        elif name not in ("weights_only", "map_location", "mmap"):
+            raise TypeError(f"Expected load_kwargs to hold strict. Received: {name}={value!r}. Leave it out.")
+    return options
 
 
 def remove_old(parent: Path, limit: int | None) -> None:

@@ -15,7 +15,12 @@ from drivetrain.strategies import base
 from drivetrain.strategies.ddp import DDPStrategy, Replica
 from drivetrain.strategies.environment import detect
 from drivetrain.strategies.precision import Full
-from drivetrain.strategies.settings import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from drivetrain.strategies.settings import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+)
 from drivetrain.tests.distributed import RankFailed, run
 
 
@@ -59,6 +64,8 @@ def test_names():
     assert strategies.create("ddp_find_unused_parameters_true").settings.find_unused_parameters
     assert strategies.create("ddp_spawn").start_method == "spawn"
     assert strategies.create("ddp_notebook_find_unused_parameters_false").start_method == "fork"
+    with pytest.raises(TypeError, match="Received: 3"):
+        strategies.create(3)
     own = DDPStrategy()
     assert strategies.create(own) is own
     assert strategies.DDPStrategy is DDPStrategy
@@ -308,6 +315,18 @@ def test_wrapped_model_is_the_users_own_and_keeps_its_names():
 
     for ours, theirs in run(work):
         assert ours == theirs
+
+
+def test_compiled_model_is_reduced_and_keeps_its_names():
+    def work(rank):
+        strategy = DDPStrategy()
+        strategy.setup(detect(), cpu=True)
+        model = strategy.prepare_model(Net(), Full(), dynamo=TorchDynamoPlugin(backend="eager"))
+        model(inputs(rank)).mean().backward()
+        return model.module.layer.weight.grad, sorted(strategy.state_dict(model))
+
+    for gradient, names in run(work, timeout=100):
+        assert torch.allclose(gradient, gradient_of_both()) and names == ["layer.weight"]
 
 
 def test_model_is_freed_before_its_group():

@@ -235,6 +235,17 @@ def test_spread_models_are_refused_by_several_processes_only():
 # A step
 
 
+def test_a_new_run_does_not_begin_inside_of_a_window_that_an_earlier_one_left():
+    accelerator, model, optimizer, loader = prepared(gradient_accumulation_steps=4)
+    with pytest.raises(KeyError), accelerator.accumulate(model):
+        raise KeyError
+    assert not accelerator.sync_gradients
+    accelerator, model, optimizer, loader = prepared()
+    accelerator.backward(model.weight.sum())
+    optimizer.step()
+    assert model.weight.item() == -1.0
+
+
 def test_G1_five_batches_accumulated_by_four():
     for plugin, expected in ((None, [-1.0, -1.25]), (GradientAccumulationPlugin(4, scale_last_window=True), [-1, -2])):
         options = {"gradient_accumulation_plugin": plugin} if plugin else {"gradient_accumulation_steps": 4}
@@ -537,6 +548,28 @@ def test_strict_and_lenient_loading_of_weights(tmp_path):
     with pytest.raises(RuntimeError, match="1.weight"):
         other.load_state(tmp_path / "here")
     other.load_state(tmp_path / "here", strict=False)
+
+
+def test_options_of_loading(tmp_path):
+    """Options that matter to pickles only hold anyway; others are refused."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Sequential(nn.Linear(1, 1)))
+    accelerator.save_state(tmp_path / "here")
+    accelerator.load_state(tmp_path / "here", load_kwargs={"weights_only": True, "map_location": "cpu", "strict": False})
+    with pytest.raises(TypeError, match="Received: strickt=True"):
+        accelerator.load_state(tmp_path / "here", load_kwargs={"strickt": True})
+
+
+def test_saving_inside_a_window_is_warned_of(tmp_path, caplog):
+    accelerator, model, optimizer, loader = prepared(gradient_accumulation_steps=2)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model.weight.sum())
+            accelerator.save_state(tmp_path / "here")
+    assert [record.args for record in caplog.records if "accumulation window" in record.message] == [(1,)]
+    with accelerator.accumulate(model):
+        accelerator.load_state(tmp_path / "here")
+    assert accelerator.step == 0
 
 
 class Counter:
