@@ -112,14 +112,13 @@ def _ending(body: bytes) -> bytes:
 
 
 def _check_version(version: Any, place: str) -> None:
-    if type(version) is int and version != VERSION:
-        age = "newer" if version > VERSION else "older"
-        what = "Update drivetrain" if version > VERSION else "Load it with the version of drivetrain that wrote it"
-        raise CheckpointError(
-            f"{place}: expected format_version {VERSION}. Received: {version}, which is {age}. {what}."
-        )
-    if version != VERSION:
+    if type(version) is not int:
         raise CheckpointError(f"{place}: is damaged (format_version is {version!r}).")
+    if version == VERSION:
+        return
+    age = "newer" if version > VERSION else "older"
+    what = "Update drivetrain" if version > VERSION else "Load it with the version of drivetrain that wrote it"
+    raise CheckpointError(f"{place}: expected format_version {VERSION}. Received: {version}, which is {age}. {what}.")
 
 
 def _check_content(manifest: dict[str, Any], place: str) -> None:

@@ -35,6 +35,7 @@ COMPLEX = "drivetrain.complex"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGE = 4 * 1024 * 1024
+_HUGE_PAGES = 14  # MADV_HUGEPAGE on Linux
 _PIECE = 64 * 1024 * 1024  # bytes; how much of a tensor is copied at once where it has to be
 
 
@@ -292,7 +293,7 @@ def _empty(file: HashingReader, entry: Entry) -> Tensor:
         # Fresh memory in large pages: touching it for the first time otherwise takes longer than reading the file.
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = tensor.data_ptr() + entry.stop - entry.start - first
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _HUGE_PAGES)
     return tensor
 
 
