@@ -209,7 +209,7 @@ def test_order_of_removing(parent):
     assert forked(act) == 0
 
 
-@pytest.mark.parametrize("limit", [0, 1, 8, 100, 300, 450, 600])
+@pytest.mark.parametrize("limit", [0, 1, 8, 100, 300, 450, 550])
 def test_C1_a_file_size_limit_in_the_second_save(parent, limit):
     """Short writes are real here: the system writes what the limit allows, and refuses the next."""
     save(parent / "checkpoint-1", 1)
