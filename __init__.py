@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "TrainModule": "trainer.module",
     "DataModule": "trainer.datamodule",
     "Accelerator": "trainer.accelerator",
+    "TrainCLI": "trainer.cli.train_cli",
     # Callbacks
     "Callback": "callbacks.base",
     "LambdaCallback": "callbacks.base",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.state import AcceleratorState as AcceleratorState
     from .strategies.state import PartialState as PartialState
     from .trainer.accelerator import Accelerator as Accelerator
+    from .trainer.cli.train_cli import TrainCLI as TrainCLI
     from .trainer.datamodule import DataModule as DataModule
     from .trainer.module import TrainModule as TrainModule
     from .trainer.trainer import Trainer as Trainer

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -90,17 +94,18 @@ def main(**options) -> Trainer:
     trainer.fit(model, datamodule=data)
     [result] = trainer.test(model, datamodule=data, ckpt_path="best")
 
+    programs = "" if shutil.which("drivetrain") else os.path.relpath(os.path.dirname(sys.executable)) + os.sep
     trainer.print(f"""
 {result["test_accuracy"]:.1%} of 300 test images recognised.
 
 The run           {trainer.log_dir}
-  its numbers     metrics.csv; as curves: tensorboard --logdir {trainer.default_root_dir}
+  its numbers     metrics.csv; as curves: tensorboard --logdir {trainer.log_dir.parent}
   best weights    {best.best_model_path}/model.safetensors
 
 Try next
-  see a config file do the same     drivetrain fit --config examples/digits.yaml
-  train a language model            python examples/char_transformer.py
-  read how it works                 docs/getting-started.md, trainer/loop.py""")
+  the same from a config file     {programs}drivetrain fit --config examples/digits.yaml
+  a language model                {programs}python examples/char_transformer.py
+  how it works                    docs/getting-started.md, trainer/loop.py""")
     return trainer
 
 

@@ -21,7 +21,7 @@ def mlp(*widths: int) -> nn.Sequential:
 class GAN(TrainModule):
     """A generator (16 random numbers → 8 × 8 pixels) against a critic that tells its images from real ones."""
 
-    def __init__(self, noise: int = 16, learning_rate: float = 1e-3) -> None:
+    def __init__(self, noise: int = 16, learning_rate: float = 3e-4) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -67,7 +67,7 @@ def draw(images: Tensor) -> str:
 def main(**options) -> GAN:
     torch.manual_seed(1)
     module = GAN()
-    Trainer(**{"max_epochs": 100, "seed": 1, **options}).fit(module, datamodule=Digits(batch_size=64))
+    Trainer(**{"max_epochs": 150, "seed": 1, **options}).fit(module, datamodule=Digits(batch_size=64))
     with torch.no_grad():
         print(draw(module(5)))
     return module

@@ -12,13 +12,14 @@ import pytest
 from drivetrain.tests.docs.pages import ROOT, Block, blocks, pages
 
 
+@pytest.mark.timeout(400)  # a page may start a dozen programs, one after another
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path):
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / "page.py"
     script.write_text(as_script(page))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "PATH": path},
-                          capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL)  # fmt: skip
+                          capture_output=True, text=True, timeout=390, stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == 0, f"{page.relative_to(ROOT)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
