@@ -94,8 +94,7 @@ def restore(state: dict[str, Any], device: torch.device | str | None = None) -> 
     elif saved is not None:
         log.warning("The random state of %s is left out: this process runs on %s.", saved["type"], target.kind or "cpu")
     numpy, python = state["numpy"], state["python"]
-    key = np.asarray(numpy["key"].tolist(), dtype=np.uint32)
-    target.torch = state["torch"].to("cpu", torch.uint8)
+    target.torch, key = state["torch"].to("cpu", torch.uint8), np.asarray(numpy["key"].tolist(), dtype=np.uint32)
     target.numpy = {"bit_generator": "MT19937", "state": {"key": key, "pos": numpy["position"]},
                     "has_gauss": numpy["has_gauss"], "gauss": numpy["gauss"]}
     target.python = (python["version"], tuple(python["words"].tolist()), python["gauss"])

@@ -54,8 +54,8 @@ class StreamData:
         if self._workers is not None:
             pieces = read_by(self._workers, start, streams)
         else:
-            state = streams["places"][0]["state"] if streams else None
-            pieces = read_here(self._reader, replace(start, state=state), pinned if pins(self.loader) else None)
+            start = replace(start, **streams["places"][0]) if streams else start
+            pieces = read_here(self._reader, start, pinned if pins(self.loader) else None)
         for piece, self.streams in looked_ahead(pieces, key):
             yield piece.batch, piece.share
 
@@ -78,11 +78,12 @@ class Start:
     epoch: int
     samples: int = 0
     state: Any = None  # the data set's own state there
+    ended: bool = False  # nothing follows
     skip: int = 0  # global batches to pass over from there
 
 
 class Piece(NamedTuple):
-    """One batch of a stream; `place` ({"samples", "state"}) is where its reader stands after it."""
+    """One batch of a stream; `place` ({"samples", "state", "ended"}) is where its reader stands after it."""
 
     batch: Any
     share: Share
@@ -104,8 +105,9 @@ class Reader:
         self._head: list = []
         tell_epoch(self.dataset, start.epoch)
         seed_all(derive(start.key, START))
-        self.position = start.samples if self._load(start.state) else 0
-        self._begun, self._ended = True, False
+        loaded = self._load(None if start.ended else start.state)
+        self.position = start.samples if loaded or start.ended else 0
+        self._begun, self._ended = True, start.ended
         self._iterator = iter(self.dataset)
         self._pass_over(start.samples - self.position + start.skip * self.layout.stride)
 
@@ -118,7 +120,7 @@ class Reader:
         share = cut(chunk, self.layout, self.position, head=self._head, size=None if self.batched else _one)
         self.position = share.stop
         state = copy.deepcopy(self.dataset.state_dict()) if self._stateful else None
-        place = {"samples": self.position, "state": state}
+        place = {"samples": self.position, "state": state, "ended": self._ended}
         if not self.batched:
             share = share._replace(samples=None if share.samples else 0, total=None)
         if share.content is NOTHING:
@@ -220,7 +222,7 @@ def read_by(workers: Workers, start: Start, streams: dict | None) -> Iterator[tu
     number = workers.loader.num_workers
     if streams is None:
         known = start.samples if number == 1 else 0
-        streams = {"next": 0, "places": [{"samples": known, "state": None}] * number}
+        streams = {"next": 0, "places": [{"samples": known, "state": None, "ended": False}] * number}
     first, places = streams["next"], list(streams["places"])
     keys = [derive(start.key, WORKERS, worker) if worker else start.key for worker in range(number)]
     skip = start.skip if number == 1 else 0
