@@ -57,10 +57,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement:
 
 
 def under_test_runner() -> bool:
-    """Whether this process is a test runner in the middle of a test (a program that a test has started is not)."""
+    """Whether this process runs tests itself (a program that a test has started does not)."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     unittest = spec is not None and spec.name.split(".")[0] == "unittest"
-    return unittest or ("PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules)
+    return unittest or ("pytest" in sys.modules and bool({"PYTEST_CURRENT_TEST", "PYTEST_VERSION"} & set(os.environ)))
 
 
 def interactive() -> bool:

@@ -6,8 +6,10 @@ exception writes it to the elastic agent's error file and to the store that all 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
+import os
 import sys
 import time
 import traceback
@@ -82,15 +84,8 @@ def settle() -> None:
 
 def report_failure(error: BaseException) -> None:
     """Tell the elastic agent and the other ranks that this one ends by `error`; the first report is the one kept."""
-    moment = time.time()
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    path = environment.text("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        details = {"py_callstack": trace, "timestamp": str(int(moment))}
-        report = {"message": {"message": message, "extraInfo": details}, "moment": moment}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps(report))
+    _write_report(message, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
     if _store is not None:
         with suppress(RuntimeError):  # the store may have gone with rank 0
             _store.compare_set(_FAILURE, "", json.dumps({"rank": _rank, "message": message}))
@@ -125,13 +120,30 @@ def _backend(device: torch.device) -> str:
 
 
 def _listen(store: dist.Store, rank: int) -> None:
-    """From now on an exception that ends this process is reported."""
+    """From now on what ends this process is reported."""
     global _store, _rank, _previous_hook
     _store, _rank = store, rank
     if _previous_hook is None:
         _previous_hook, sys.excepthook = sys.excepthook, _hook
+        atexit.register(_report_exit, os.getpid())
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     report_failure(error)
     _previous_hook(kind, error, trace)
+
+
+def _report_exit(process: int) -> None:
+    """When a rank ended by itself; the agent looks at it only if the exit code is not 0."""
+    if os.getpid() == process:
+        _write_report("sys.exit", "It ended without an exception.")
+
+
+def _write_report(message: str, trace: str) -> None:
+    """Where the agent looks, in its format (torch's `ErrorHandler`); with the moment, for which it has seconds only."""
+    path = environment.text("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        moment = time.time()
+        details = {"py_callstack": trace, "timestamp": str(int(moment))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}, "moment": moment}))

@@ -191,15 +191,15 @@ class TorchWorld(World):
             return _write(tensor, wire)
 
     def broadcast_object(self, value: Value, src: int = 0) -> Value:
-        data = _pickled(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        data = _as_tensor(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
         size = self.broadcast(torch.tensor([data.numel()]), src)
         if self.rank == src:
             self.broadcast(data, src)
             return value
-        return pickle.loads(self.broadcast(torch.empty(int(size), dtype=torch.uint8), src).numpy().tobytes())
+        return unpacked(self.broadcast(torch.empty(int(size), dtype=torch.uint8), src).numpy().tobytes())
 
     def gather_object(self, value: Value) -> list[Value]:
-        return [pickle.loads(data.numpy().tobytes()) for data in self.all_gather_uneven(_pickled(value))]
+        return [unpacked(data.numpy().tobytes()) for data in self.all_gather_uneven(_as_tensor(value))]
 
     def agree(self, flag: bool, *, how: str = "any") -> bool:
         _check_how(how)
@@ -243,6 +243,16 @@ def set_current(world: World) -> None:
     _current = world
 
 
+def packed(value: Any) -> bytes:
+    """Any object as bytes, for another process of this run (never for a file: unpacking may run code)."""
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(data: bytes) -> Any:
+    """The object that another process of this run has packed."""
+    return pickle.loads(data)
+
+
 def signature(*parts: Any) -> int:
     """A number that stands for `parts` (by their repr), the same in every process; fits an int64."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
@@ -268,8 +278,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _pickled(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+def _as_tensor(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
 
 
 def _check_op(tensor: Tensor, op: str) -> None:

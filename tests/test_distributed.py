@@ -153,7 +153,8 @@ def test_data_parallel_training_averages_gradients():
 
 def test_torchrun_starts_real_ranks(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])")
+    script.write_text("import os, sys\nrank, size = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
+                      "sys.stdout.write(f'rank {rank} of {size} {sys.argv[1:]}\\n')")
     result = torchrun(script, "--flag", 3)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2 ['--flag', '3']" for rank in range(2)]
