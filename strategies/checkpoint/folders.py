@@ -113,7 +113,7 @@ def publish(finished: Path, directory: Path, *, sync: bool = True) -> Path | Non
     try:
         if sync:
             sync_folder(directory.parent)
-    except OSError:
+    except BaseException:
         _undo(finished, directory, aside)
         raise
     return aside
@@ -186,11 +186,12 @@ def exchange(first: Path, second: Path) -> bool:
 def _step_aside(finished: Path, directory: Path) -> Path:
     aside = finished.with_name(_sibling(finished, "replaced"))
     _mine.add(str(aside))
-    os.rename(directory, aside)
     try:
+        os.rename(directory, aside)
         os.rename(finished, directory)
-    except OSError:
-        os.rename(aside, directory)
+    except BaseException:  # also a signal's: nobody else would bring it back while this process lives
+        if not os.path.lexists(directory):
+            os.rename(aside, directory)
         release(aside)
         raise
     return aside

@@ -365,3 +365,24 @@ def test_saving_from_a_thread_while_others_run(parent):
     for step in range(1, 9):
         check(parent / f"checkpoint-{step}", step)
     assert hidden(parent) == [] and complete(newest(parent)) and newest(parent).name == "checkpoint-8"
+
+
+def test_an_interrupt_between_the_two_renames_leaves_the_old_one_visible(parent):
+    save(parent / "last", 1)
+
+    def act():
+        without_exchange()
+        real = os.rename
+
+        def interrupted(source, target):
+            if ".writing-" in str(source):
+                raise KeyboardInterrupt
+            real(source, target)
+
+        os.rename = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            save(parent / "last", 2)
+        check(parent / "last", 1)
+        assert os.listdir(parent) == ["last"]
+
+    assert forked(act) == 0

@@ -21,7 +21,7 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from drivetrain.strategies.checkpoint import Checkpoint, CheckpointError, Writer, complete, folders, newest, remove
-from drivetrain.tests.strategies.checkpoint.samples import check, forked, hidden, save, visible, weights
+from drivetrain.tests.strategies.checkpoint.samples import check, forked, hidden, megabytes, save, visible, weights
 
 CK = Path("runs/checkpoint-1")
 
@@ -586,3 +586,19 @@ def test_the_reader_waits_while_a_living_process_replaces():
     check(CK, 1)
     thread.join()
     folders.release(aside)
+
+
+def test_large_checkpoints_are_verified_by_several_threads():
+    with Writer(CK, sync=False) as writer:
+        for number in range(3):
+            writer.tensors(f"part-{number}.safetensors", {"a": megabytes(24)})
+        writer.commit()
+    checkpoint = Checkpoint.open(CK)
+    for name in ("part-0.safetensors", "part-2.safetensors"):
+        with open(CK / name, "r+b") as file:
+            file.seek(20 * 2**20)
+            file.write(bytes(4))
+    assert [problem.rpartition("/")[2] for problem in checkpoint.verify()] == [
+        "part-0.safetensors: is damaged (its hash is wrong).", "part-2.safetensors: is damaged (its hash is wrong)."
+    ]  # fmt: skip
+    assert torch.equal(checkpoint.tensors("part-1.safetensors")["a"].view(torch.int32), megabytes(24).view(torch.int32))
