@@ -152,9 +152,7 @@ class Operators:
         self.written += 1
         self.path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(f"{self.path}-{self.written}.json")
-        with warnings.catch_warnings():  # that earlier cycles are not in it: they have files of their own
-            warnings.simplefilter("ignore", UserWarning)
-            text = profile.key_averages().table(sort_by=self.order, row_limit=self.row_limit)
+        text = profile.key_averages().table(sort_by=self.order, row_limit=self.row_limit)
         Path(f"{self.path}-{self.written}.txt").write_text(text)
 
 

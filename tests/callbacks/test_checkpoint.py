@@ -368,9 +368,11 @@ def test_C1_a_save_that_fails_leaves_the_one_before(tmp_path):
 
         trainer = quiet(callbacks=[callback, LambdaCallback(on_train_epoch_start=limit)], max_epochs=2)
         try:
-            trainer.fit(Line(), loader(4))
+            trainer.fit(Line(), loader(4), loader(1))
         except Exception as error:
             return type(error).__name__, callback.best_model_path
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return "no error", ""
 
     error, best = distributed.run(run, 1)[0]

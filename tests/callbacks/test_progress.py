@@ -7,10 +7,11 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
+import threading
 import time
+import traceback
 from fcntl import ioctl
 
 import pytest
@@ -23,38 +24,61 @@ from drivetrain.callbacks.progress import TQDMProgressBar
 from drivetrain.tests import distributed
 from drivetrain.tests.callbacks.toy import Line, loader, quiet
 
-SCRIPT = """
-import sys, time
-from drivetrain.tests.callbacks.toy import Line, loader, quiet
-from drivetrain import Progress
-
 class Shown(Line):
+    """Shows its loss; ``during`` is called in each step."""
+
+    def __init__(self, during=None):
+        super().__init__([3.0])
+        self.during = during
+
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", 0.25, prog_bar=True)
-        {step}
+        if self.during is not None:
+            self.during(self, batch_idx)
         return loss
 
-trainer = quiet(callbacks=[Progress({arguments})], max_epochs={epochs}, log_every_n_steps=10, num_sanity_val_steps=2)
-began = time.monotonic()
-trainer.fit(Shown([3.0] * 9), loader({train}), loader({val}))
-{after}
-sys.stderr.flush()
-print("ELAPSED", time.monotonic() - began)
-"""
-MODEL = "import torch\ntorch.set_num_threads(1)\n"
+
+def fit(*, epochs=2, train=50, val=10, during=None, after=None, **arguments):
+    """Return a function that trains and then prints how long it took."""
+
+    def run():
+        began = time.monotonic()
+        trainer = quiet(callbacks=[Progress(**arguments)], max_epochs=epochs, log_every_n_steps=10, num_sanity_val_steps=2)
+        trainer.fit(Shown(during), loader(train), loader(val))
+        if after is not None:
+            after(trainer)
+        print("ELAPSED", time.monotonic() - began)
+
+    return run
 
 
-def script(*, arguments="", epochs=2, train=50, val=10, step="pass", after="") -> list[str]:
-    text = SCRIPT.format(arguments=arguments, epochs=epochs, train=train, val=val, step=step, after=after)
-    return [sys.executable, "-W", "ignore", "-c", MODEL + text]
+def forked(function, *, output):
+    """Run a function in a process whose output goes to ``output``; return its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        torch.set_num_threads(1)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    finally:
+        os._exit(70)
 
 
-def on_terminal(command, *, columns=120, code=0) -> str:
-    """Run a command on a terminal and return all that it wrote to it; it has to end with this exit code."""
+def on_terminal(function, *, columns=120, code=0) -> str:
+    """Run a function on a terminal and return all that it wrote to it; its process has to end with this exit code."""
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    pid = forked(function, output=slave)
     os.close(slave)
     parts = []
     while True:
@@ -66,8 +90,9 @@ def on_terminal(command, *, columns=120, code=0) -> str:
             break
         parts.append(data)
     os.close(master)
-    assert process.wait(60) == code, b"".join(parts).decode()
-    return b"".join(parts).decode()
+    output = b"".join(parts).decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, output
+    return output
 
 
 def screen(output: str) -> list[str]:
@@ -88,7 +113,7 @@ def screen(output: str) -> list[str]:
 
 
 def test_bar_on_a_terminal():
-    output = on_terminal(script())
+    output = on_terminal(fit())
     assert "Sanity check" in output and "Validation" in output
     lines = [line for line in screen(output) if line]
     assert lines[0].startswith("Epoch 2/2: 100%|") and "| 50/50 [" in lines[0] and "loss=0.25" in lines[0]
@@ -97,7 +122,7 @@ def test_bar_on_a_terminal():
 
 
 def test_redraws_at_most_ten_times_a_second():
-    output = on_terminal(script(train=1500, val=300))
+    output = on_terminal(fit(train=1500, val=300))
     elapsed = float(re.search(r"ELAPSED ([\d.]+)", output)[1])
     bars = 1 + 1 + 2 * 2  # training, sanity check, two validations: opened, ended, drawn at epochs' ends
     assert output.count("\r") - output.count("\r\n") <= 10 * elapsed * 2 + 12 * bars
@@ -105,40 +130,44 @@ def test_redraws_at_most_ten_times_a_second():
 
 
 def test_prints_do_not_break_lines():
-    step = 'self.print(f"hello {batch_idx} from the step") if batch_idx % 7 == 0 else time.sleep(0.005)'
-    lines = screen(on_terminal(script(step=step, epochs=1)))
+    def speak(module, batch_idx):
+        time.sleep(0.005)
+        if batch_idx % 7 == 0:
+            module.print(f"hello {batch_idx} from the step")
+
+    lines = screen(on_terminal(fit(during=speak, epochs=1)))
     assert [line for line in lines if "hello" in line] == [f"hello {index} from the step" for index in range(0, 50, 7)]
     assert sum("100%" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("columns", [20, 40, 200])
 def test_any_width(columns):
-    lines = screen(on_terminal(script(epochs=1, train=10), columns=columns))
+    lines = screen(on_terminal(fit(epochs=1, train=10), columns=columns))
     assert any("10/10" in line or "100%" in line for line in lines)
     assert all(len(line) <= columns for line in lines if not line.startswith("ELAPSED"))
 
 
 def test_leave_keeps_each_epochs_bar():
-    lines = screen(on_terminal(script(arguments="leave=True")))
+    lines = screen(on_terminal(fit(leave=True)))
     assert [line[:9] for line in lines if line.startswith("Epoch")] == ["Epoch 1/2", "Epoch 2/2"]
     assert all("50/50" in line for line in lines if line.startswith("Epoch"))
 
 
 def test_one_bar_for_the_whole_fit():
-    lines = screen(on_terminal(script(arguments='per="fit"')))
+    lines = screen(on_terminal(fit(per="fit")))
     assert sum("Training: 100%" in line and "100/100" in line for line in lines) == 1
 
 
 def test_bars_of_tests_stay():
-    after = "trainer.test(dataloaders=loader(7), verbose=False)"
-    lines = screen(on_terminal(script(after=after)))
+    lines = screen(on_terminal(fit(after=lambda trainer: trainer.test(dataloaders=loader(7), verbose=False))))
     assert any(line.startswith("Testing: 100%") and "7/7" in line for line in lines)
 
 
 def test_L4_lines_in_a_file(tmp_path):
     """2 × (200 training + 50 validation) batches: plain lines, under 4 kB, no carriage returns."""
     with open(tmp_path / "log.txt", "wb") as file:
-        subprocess.run(script(train=200, val=50), stdout=file, stderr=file, check=True, timeout=60)
+        pid = forked(fit(train=200, val=50), output=file.fileno())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     text = (tmp_path / "log.txt").read_bytes()
     assert len(text) < 4000 and b"\r" not in text and b"\x1b" not in text
     lines = text.decode().splitlines()
@@ -161,13 +190,10 @@ def test_L4_a_sign_of_life_while_a_batch_takes_long():
             return super().training_step(batch, batch_idx)
 
     lines, _ = lines_of(Progress(line_seconds=0.1), Slow([1.0]))
-    signs = [line for line in lines if "no batch has ended" in line]
-    assert len(signs) >= 3 and signs[0].startswith("Epoch 1/1: no batch has ended for 0 s. Last: ")
+    assert sum(line.startswith("Epoch 1/1: no batch has ended for 0 s. Last: ") for line in lines) >= 3
 
 
 def test_no_thread_is_left():
-    import threading
-
     lines_of(Progress(line_seconds=0.05))
     time.sleep(0.3)
     assert not [thread for thread in threading.enumerate() if thread.name == "drivetrain-progress"]
@@ -248,11 +274,13 @@ def test_only_the_main_process_shows():
 
 
 def test_an_exception_ends_the_bar_first():
-    output = on_terminal(script(step="assert batch_idx < 5, 'on purpose'"), code=1)
-    lines = screen(output)
+    def fail(module, batch_idx):
+        assert batch_idx < 5, "on purpose"
+
+    lines = screen(on_terminal(fit(during=fail), code=1))
     start = lines.index("Traceback (most recent call last):")
     assert "Epoch 1/2" in lines[start - 1]
-    assert lines[start + 1].startswith('  File "<string>"')
+    assert lines[start + 1].startswith("  File")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo  # comes with the first optimizer and takes seconds: here for all processes that are forked later
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
