@@ -59,14 +59,11 @@ class Division:
         return derive(key, RANK, self.world.rank) if self.world.rank and not self.shared else key
 
     def local(self, place: Position) -> Position:
-        """The place in what this rank reads; that of streams which are not read again is theirs alone."""
-        streams = place.streams["places"] if place.streams else []
-        read = sum(stream["samples"] for stream in streams)
-        if any(stream["state"] is not None for stream in streams) or (streams and not self.shared):
-            return replace(place, samples=read, world_size=place.world_size if self.shared else 1)
-        if self.shared:
+        """The place in what this rank reads."""
+        read = sum(stream["samples"] for stream in place.streams["places"]) if place.streams else None
+        if self.shared:  # streams that are ahead of the samples (a step failed after reading) have to be read again
             return place if read == place.samples else replace(place, streams=None)
-        return replace(place, samples=place.samples // self.world.size, world_size=1)
+        return replace(place, samples=place.samples // self.world.size if read is None else read, world_size=1)
 
     def resumed(self, place: Position, skip: int) -> tuple[Position, int]:
         """The place from which this rank reads, and the batches to pass over from there."""

@@ -54,14 +54,15 @@ class MapData:
     def batches(self, layout: Layout, place: Position, *, key: int, skip: int = 0) -> Iterator[tuple[Any, Share]]:
         """One rank's batches of an epoch, from a place and then `skip` global batches on."""
         dataset, collate_fn = self.loader.dataset, self.loader.collate_fn
-        fetch = make_fetch(dataset, collate_fn, batched=self._batched)
         named = key if draws(dataset, collate_fn) else None
-        rows = isinstance(fetch, Rows) and self._workers is None
         self.plan.set_epoch(place.epoch)
         tell_epoch(dataset, place.epoch)
-        shares = self.plan.shares(layout, place.seed, place.epoch, start=place.samples, skip=skip, rows=rows)
+        options = {"seed": place.seed, "epoch": place.epoch, "start": place.samples, "skip": skip}
         if self._workers is not None:
+            shares = self.plan.shares(layout, **options)
             return fetched_by(self._workers, shares, named, seed=derive(key, WORKERS), epoch=place.epoch)
+        fetch = make_fetch(dataset, collate_fn, batched=self._batched)
+        shares = self.plan.shares(layout, rows=isinstance(fetch, Rows), **options)
         if pins(self.loader):
             return fetched_here(shares, lambda content: pinned(fetch(content)), named)
         return fetched_here(shares, fetch, named)
@@ -92,7 +93,7 @@ def make_fetch(dataset: Any, collate_fn: Callable, *, batched: bool = True) -> C
 
 
 class Rows:
-    """Fetches a batch of a TensorDataset, or of a subset of one, by one index a tensor: what the default would stack."""
+    """Fetches a batch of a TensorDataset, or of a subset of one, by one index a tensor; what stacking would give."""
 
     def __init__(self, tensors: tuple[Tensor, ...], chosen: Tensor | None) -> None:
         self.tensors, self.chosen = tensors, chosen

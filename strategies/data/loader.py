@@ -118,7 +118,7 @@ class DataLoaderShard(DataLoader):
     @property
     def counted(self) -> bool:
         """Whether `samples` is the size of a batch: not where the data set makes batches itself (batch_size=None)."""
-        return self.base.batch_sampler is not None or isinstance(self.dataset, IterableDataset)
+        return isinstance(self.data, StreamData) or self.data.plan.kind != "keys"
 
     @property
     def total_batch_size(self) -> int | None:
@@ -145,15 +145,18 @@ class DataLoaderShard(DataLoader):
             for batch, share in self._batches(place, skip) if most != 0 else ():
                 seen = True
                 if batch is NOTHING:
+                    done += 1  # a step of the others
                     continue
+                if move is not None:
+                    batch = move(batch)  # should it fail, the place is still that of the batch before
                 _, _, self.samples, self.global_samples, self.weight, self.position, last, _, self.remainder = share
                 if left is not None:
                     left = left - 1 if left > 1 else 1  # more may come than the data set said
                 done += 1
                 last = last or done == self.limit
                 self.end_of_dataloader, self.batches = last, 0 if last else left
-                self._done = done
-                yield batch if move is None else move(batch)
+                self._done, self._streams = done, self.data.streams
+                yield batch
                 if done == self.limit:
                     break
             self._finish(place.epoch, empty=not seen and left != 0 and most != 0)
@@ -172,8 +175,7 @@ class DataLoaderShard(DataLoader):
         """Where this loader stands: {"epoch", "samples", "seed", …}; the epoch's place of the batch yielded last."""
         length = self._known(lambda: len(self.data))
         if self._open == self.epoch:
-            place = Position(self.epoch, self.position, self.seed, length, self._done, self.world.size,
-                             self.data.streams)
+            place = Position(self.epoch, self.position, self.seed, length, self._done, self.world.size, self._streams)
         else:
             place = replace(self._next_place(), length=length)
         return place.to_state()
@@ -202,7 +204,7 @@ class DataLoaderShard(DataLoader):
         place = self._next_place()
         self._pending, self._open = None, place.epoch
         self._reset(place.samples)
-        self._done = self._before(place)
+        self._done, self._streams = self._before(place), place.streams
         return place
 
     def _finish(self, epoch: int, *, empty: bool) -> None:
@@ -217,7 +219,7 @@ class DataLoaderShard(DataLoader):
     def _reset(self, position: int) -> None:
         self.end_of_dataloader, self.remainder, self.position, self.weight = False, -1, position, 1.0
         self.samples = self.global_samples = self.batches = None
-        self._done = 0
+        self._done, self._streams = 0, None
 
     def _batches(self, place: Position, skip: int) -> Iterator[tuple[Any, Share]]:
         here, skip = self._ranks.resumed(place, skip)

@@ -313,7 +313,7 @@ class Plan:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 
-    def shares(self, layout: Layout, seed: int, epoch: int, *, start: int = 0, skip: int = 0,
+    def shares(self, layout: Layout, *, seed: int, epoch: int, start: int = 0, skip: int = 0,
                rows: bool = False) -> Iterator[Share]:
         """One rank's shares of an epoch, from `start` samples and then `skip` global batches on."""
         source = self._source(seed, epoch)

@@ -317,3 +317,31 @@ def test_data_pipe_is_refused():
 
     with pytest.raises(TypeError, match="a data pipe"):
         prepared(DataLoader(IterableWrapper([1, 2, 3]), 2))
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("data", [Stream, Stateful])
+def test_place_before_the_batches_that_were_read(data, options):
+    """A step that fails is done again: its samples are taken off the position, and read once more."""
+    full = epoch(prepared(DataLoader(data(17), 2, **options)))
+    left = prepared(DataLoader(data(17), 2, **options))
+    take(left, 4)
+    resumed = prepared(DataLoader(data(17), 2, **options))
+    resumed.load_state_dict({**left.state_dict(), "samples": 4})
+    assert epoch(resumed) == full[2:]
+
+
+@pytest.mark.parametrize("data", [Stream, Stateful])
+def test_batch_that_could_not_be_moved_is_not_counted(data):
+    def fail(batch):
+        if 4 in batch:
+            raise RuntimeError("out of memory")
+        return batch
+
+    loader = prepared(DataLoader(data(8), 2))
+    loader.transfer = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        epoch(loader)
+    resumed = prepared(DataLoader(data(8), 2))
+    resumed.load_state_dict(loader.state_dict())
+    assert epoch(resumed) == [[4, 5], [6, 7]]
