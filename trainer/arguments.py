@@ -19,6 +19,7 @@ from ..callbacks.progress import Progress
 from ..callbacks.summary import ModelSummary
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
+from ..callbacks.tracking.base import filter_trackers
 from ..strategies import create
 from ..strategies.environment import Placement
 from .schedule import Schedule
@@ -205,6 +206,7 @@ def _tracking(logger: Any, callbacks: list[Callback]) -> list[Callback]:
         return []
     if present:
         raise ValueError(f"Expected trackers once. Received: logger={logger!r} and a Tracking callback. Keep one of them.")
+    filter_trackers(logger, logging_dir="")  # unknown words and missing packages are told now
     return [Tracking(logger)]
 
 

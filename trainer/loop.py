@@ -67,11 +67,11 @@ class FitLoop:
 
     def epoch(self) -> bool:
         """Train the rest of the running epoch; return False when it was left before its end."""
-        progress, loader, metrics, step = self.progress, self.loader, self.metrics, self.step
+        progress, metrics, step = self.progress, self.metrics, self.step
         hooks, late = self.hooks, self.hooks.late["on_train_batch_end"]
-        counted = loader.counted
         if self._start_epoch():
             return True
+        loader, counted = self.loader, self.loader.counted
         for batch in loader:
             self.at_edge = False
             index = progress.batch
@@ -168,6 +168,7 @@ class FitLoop:
         """Begin or resume an epoch; return True when it turns out to have no batch left."""
         progress = self.progress
         if progress.batch == 0:
+            self.loader = self.session.loader_of_epoch(progress.epoch)
             self.loader.set_epoch(progress.epoch)
             self.metrics.begin("train", batchwise=False)
             self.hooks.fire("on_train_epoch_start")
@@ -182,8 +183,6 @@ class FitLoop:
         self.progress.epoch += 1
         self.progress.batch = 0
         self.progress.phase = "train"
-        self.session.reload_train_loader(self.progress.epoch)
-        self.loader = self.session.train_loader
 
     def _set_next_row(self) -> None:
         every = self.trainer.log_every_n_steps

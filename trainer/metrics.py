@@ -7,14 +7,17 @@ Nothing here reads a tensor's value or talks to another rank while a step runs. 
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+import sys
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 import xxhash
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from ..strategies.world import World
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _SAME_AS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum"}
@@ -225,7 +228,7 @@ class Metrics:
             getattr(self, name).update(values[name])
 
     def _metrics(self) -> list[tuple[str, Metric]]:
-        return [(path, m) for path, m in self.module.named_modules() if isinstance(m, Metric)]
+        return [(path, m) for path, m in self.module.named_modules() if is_metric(m)]
 
     def _load_metrics(self, saved: list[dict[str, Any]]) -> None:
         for path, metric in self._metrics():
@@ -233,6 +236,12 @@ class Metrics:
             for name in metric._defaults if states else ():
                 setattr(metric, name, _merged([s["states"][name] for s in states], metric._reductions[name], metric.device))
             metric._update_count = sum(s["count"] for s in states) or metric._update_count
+
+
+def is_metric(value: Any, name: str = "Metric") -> bool:
+    """Tell whether a value is a torchmetrics object, without importing torchmetrics: who has one has imported it."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, getattr(torchmetrics, name))
 
 
 def reduction_name(name: str, reduce_fx: Any) -> str | Callable[[Tensor], Tensor]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric, MetricCollection
 
 from .hyperparameters import Hyperparameters
-from .metrics import Metrics, Series, check_scalar
+from .metrics import Metrics, Series, check_scalar, is_metric
 from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Record several values, or the metrics of a ``MetricCollection``; arguments are those of ``log``."""
-        if isinstance(dictionary, MetricCollection):
+        if is_metric(dictionary, "MetricCollection"):
             dictionary = dict(dictionary.items(keep_base=False, copy_state=False))
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
@@ -176,10 +175,10 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
         if self._metrics is None:
             warnings.warn(f"Expected a trainer to log {name!r} to. Received: none. Nothing is logged outside a run.", stacklevel=3)
             return None
-        if not isinstance(value, Metric):
+        if not is_metric(value):
             check_scalar(name, value)
         series = self._metrics.series(name, options, add_dataloader_idx)
-        series.metric = value if isinstance(value, Metric) else None
+        series.metric = value if is_metric(value) else None
         return series
 
     # What a run provides

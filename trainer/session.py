@@ -91,13 +91,14 @@ class Session:
         """Batches of an epoch on each rank; math.inf where the loader has no length."""
         return length(self.train_loader)
 
-    def reload_train_loader(self, epoch: int) -> None:
-        """Ask for a new training loader where ``reload_dataloaders_every_n_epochs`` says so."""
+    def loader_of_epoch(self, epoch: int) -> Any:
+        """Return the training loader, a new one where ``reload_dataloaders_every_n_epochs`` says so."""
         every = self.trainer.reload_dataloaders_every_n_epochs
-        if every and epoch % every == 0:
+        if every and epoch and epoch % every == 0:
             self._train_loader = None
             self.trainer.schedule.set_batches(self.num_training_batches)
             self.loaders["validate"] = self._evaluation_loaders("validate")
+        return self.train_loader
 
     def entry(self, step: str, *, manual: bool = False) -> Any:
         """Return the module's step, routed through the strategy's engine where it has one; resolved once."""
