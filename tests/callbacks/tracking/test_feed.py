@@ -323,13 +323,15 @@ def test_logging_after_the_end_is_kept_and_said(tmp_path):
 
 
 def test_trackers_finish_together(tmp_path):
-    hanging = [queued(Gated(), tmp_path / str(index), timeout=0.3) for index in range(3)]
+    hanging = [queued(Gated(), tmp_path / str(index), timeout=1.0) for index in range(3)]
     fine = queued(Recorder(), tmp_path, timeout=0.1)
     for feed in (*hanging, fine):
         feed.log({"x": 1}, step=1)
+    fine.flush(timeout=30)
     with pytest.warns(RuntimeWarning) as caught:
         finish_trackers([*hanging, fine])
     assert len(caught) == 3
+    fine._thread.join(30)
     assert fine.wrapped.calls[-1] == ("finish",)
     for feed in hanging:
         feed.wrapped.gate.set()

@@ -201,7 +201,7 @@ def test_L6_trackers_that_hang_or_fail_change_nothing_but_a_journal(tmp_path):
     plain = module()
     trainer(tmp_path / "plain", logger=False).fit(plain, *loaders())
     hanging, tracked, rows = Hanging(), module(), Rows()
-    tracking = Tracking([hanging, Dead(), "csv"], timeout=0.5)
+    tracking = Tracking([hanging, Dead(), "csv"], timeout=3.0)
     t = trainer(tmp_path / "tracked", logger=tracking, callbacks=[rows])
     with pytest.warns(RuntimeWarning) as caught:
         t.fit(tracked, *loaders())
