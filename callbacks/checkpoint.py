@@ -7,14 +7,14 @@ import os
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from .base import AFTER_MODULE, Callback
 from .checks import check_choice, check_whole
 from .durations import Deadline, DurationLike, seconds
 from .filenames import Template, folder
-from .monitored import Monitored
-from .retention import Kept, discard, point, worst
+from .monitored import Monitored, epoch_over, validates
+from .retention import Kept, discard, point, worst, written_by
 
 _DEFAULT_NAME = "checkpoint-{step:06d}"
 _COUNTERS = ("epoch", "step")
@@ -35,7 +35,8 @@ class ModelCheckpoint(Callback):
 
     ``filename`` is a template, "{epoch}-{step}-{val_loss:.2f}", that becomes "epoch=2-step=300-val_loss=0.12"
     (``auto_insert_metric_name=False`` leaves the names out). A name that is taken gets "-v1", "-v2", … unless
-    ``enable_version_counter=False``, which replaces what lies there.
+    ``enable_version_counter=False``, which replaces what lies there. ``save_on_exception`` saves when the fit raises; it
+    does so in runs of one process, since other ranks may be waiting elsewhere.
 
     A checkpoint is removed only when the one that comes in its place is on the disk, and only if this callback wrote
     it. Raises TypeError or ValueError for bad arguments, and ValueError naming the logged metrics where ``monitor``
@@ -83,14 +84,15 @@ class ModelCheckpoint(Callback):
         self._every_steps = every_n_train_steps or 0
         interval = train_time_interval
         self._interval = None if interval is None else seconds(interval, name="train_time_interval")
-        others = every_n_train_steps is not None or train_time_interval is not None
-        self._every_epochs = (0 if others else 1) if every_n_epochs is None else every_n_epochs
+        unset = every_n_train_steps is None and train_time_interval is None
+        self._every_epochs = int(unset) if every_n_epochs is None else every_n_epochs
         self._deadline = Deadline()
         self._kept = self._planned = Kept()
         self._step = self._saved_step = self._passed = 0  # optimizer steps: seen last, saved last; intervals passed
         self._saved_at = 0.0  # seconds trained when the last interval of time was over
         self._waiting = False  # a save is due and waits for its metric
         self._fitting = self._validated = False
+        self._found: set[str] = set()  # names in the folder when an interrupted run goes on
 
     # What was saved
 
@@ -173,7 +175,9 @@ class ModelCheckpoint(Callback):
         self._passed = self._step // self._every_steps if self._every_steps else 0
         if trainer.is_global_zero:
             discard(self._kept.doomed)  # a crash may have come just before this
-        if self.save_on_train_epoch_end is False and self._every_epochs and not _validates(trainer):
+        resumed = trainer.session.checkpoint is not None and self.dirpath.is_dir()
+        self._found = set(os.listdir(self.dirpath)) if resumed else set()
+        if self.save_on_train_epoch_end is False and self._every_epochs and not validates(trainer):
             warnings.warn(
                 "Expected validations to save after. Received: save_on_train_epoch_end=False, nothing to validate on. "
                 "No checkpoint is saved at the end of an epoch; leave save_on_train_epoch_end out.",
@@ -186,7 +190,7 @@ class ModelCheckpoint(Callback):
             return  # inside an accumulation window
         self._step = step
         if self._due(trainer, step):
-            self._save_or_wait(trainer, more=trainer.validation_due or _epoch_over(trainer))
+            self._save_or_wait(trainer, more=trainer.validation_due or epoch_over(trainer))
         elif self._waiting and self._monitored and self._monitored.fresh(trainer) and not trainer.validation_due:
             self._save_or_wait(trainer, more=False)
 
@@ -194,7 +198,7 @@ class ModelCheckpoint(Callback):
         if not self._fitting:
             return
         self._validated = True
-        over, when = _epoch_over(trainer), self.save_on_train_epoch_end
+        over, when = epoch_over(trainer), self.save_on_train_epoch_end
         if self._waiting or (self._epoch_counts(trainer) and (not over if when is None else not when)):
             self._save_or_wait(trainer, more=over)
 
@@ -210,8 +214,8 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self.save_on_exception and self._fitting and trainer.global_step != self._saved_step:
-            path = self._free(trainer, self._counters(trainer), agreed=False)
-            self._write(trainer, replace(self._kept, last=path, new=path, doomed={}))
+            path = self._free(trainer, _counters(trainer), agreed=False)
+            _try(trainer, lambda: self._write(trainer, replace(self._kept, last=path, new=path, doomed={})))
         self._fitting = False
 
     # Decisions
@@ -259,7 +263,7 @@ class ModelCheckpoint(Callback):
     def _refuse_unknown(self, trainer: Any) -> None:
         """At the end of an epoch everything has been logged that will be: then a missing metric is an error."""
         monitored = self._monitored
-        if monitored is not None and monitored.missing(trainer) and (self._validated or not _validates(trainer)):
+        if monitored is not None and monitored.missing(trainer) and (self._validated or not validates(trainer)):
             raise ValueError(monitored.absent(trainer))
 
     # Saving
@@ -268,7 +272,7 @@ class ModelCheckpoint(Callback):
         limit = self.save_top_k if ranked else 0
         planned = self._kept.admit(score, limit=limit, rank=self._rank, last=self.save_last)
         if planned is not None:
-            metrics = self._counters(trainer) | ({self.monitor: score} if self.monitor else {})
+            metrics = _counters(trainer) | ({self.monitor: score} if self.monitor else {})
             path = self.format_checkpoint_name(metrics)
             self._write(trainer, planned.named(path if path in planned.doomed else self._free(trainer, metrics)))
 
@@ -295,13 +299,14 @@ class ModelCheckpoint(Callback):
     def _free(self, trainer: Any, metrics: dict[str, Any], *, agreed: bool = True) -> str:
         """Return a path that is free on rank 0's disk (others need not see it); not ``agreed``, on this rank's."""
         path, version = self.format_checkpoint_name(metrics), self.STARTING_VERSION
-        while self.enable_version_counter and os.path.lexists(path):
+        while self.enable_version_counter and os.path.lexists(path) and not self._again(trainer, path):
             path, version = self.format_checkpoint_name(metrics, ver=version), version + 1
         return trainer.accelerator.world.broadcast_object(path) if agreed else path
 
-    @staticmethod
-    def _counters(trainer: Any) -> dict[str, Any]:
-        return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+    def _again(self, trainer: Any, path: str) -> bool:
+        """Tell whether the run was at this step before it was interrupted, and left ``path`` then."""
+        left = os.path.basename(path) in self._found
+        return left and written_by(path, trainer.run_id, trainer.global_step)
 
     def _made(self, filename: str | None) -> Template:
         insert = filename is not None and self.auto_insert_metric_name
@@ -309,7 +314,7 @@ class ModelCheckpoint(Callback):
 
 
 class OnExceptionCheckpoint(Callback):
-    """Save the checkpoint ``dirpath``/``filename`` when a fit raises."""
+    """Save the checkpoint ``dirpath``/``filename`` when a fit raises, in runs of one process."""
 
     priority = AFTER_MODULE + 100
 
@@ -323,14 +328,23 @@ class OnExceptionCheckpoint(Callback):
         return str(self.dirpath / self.filename)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        metrics = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         if trainer.session.stage == "fit":
-            trainer.save_checkpoint(self.dirpath / self._template.render(metrics))
+            path = self.dirpath / self._template.render(_counters(trainer))
+            _try(trainer, lambda: trainer.save_checkpoint(path))
 
 
-def _validates(trainer: Any) -> bool:
-    return any(trainer.num_val_batches)
+def _counters(trainer: Any) -> dict[str, Any]:
+    return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
 
-def _epoch_over(trainer: Any) -> bool:
-    return trainer.batch_idx >= trainer.num_training_batches
+def _try(trainer: Any, save: Callable[[], Any]) -> None:
+    """Save after an exception, which must neither be hidden nor wait for ranks that do not come."""
+    if trainer.world_size > 1:
+        reason = f"one of {trainer.world_size} ranks failed and a checkpoint takes all of them"
+    else:
+        try:
+            save()
+            return
+        except Exception as error:
+            reason = str(error)
+    warnings.warn(f"Expected to save a checkpoint after the exception. Received: {reason}.", stacklevel=2)

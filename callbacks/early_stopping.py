@@ -7,7 +7,7 @@ from typing import Any
 
 from .base import AFTER_MODULE, Callback
 from .checks import check_number, check_whole
-from .monitored import Monitored
+from .monitored import Monitored, epoch_over, validates
 
 
 class EarlyStopping(Callback):
@@ -71,13 +71,13 @@ class EarlyStopping(Callback):
         if not self._fitting:
             return
         self._validated = True
-        epoch_end_follows = trainer.batch_idx >= trainer.num_training_batches
-        if not self.check_on_train_epoch_end and (self.check_on_train_epoch_end is False or not epoch_end_follows):
-            self._check(trainer, complete=self.check_on_train_epoch_end is False)
+        only_here = self.check_on_train_epoch_end is False
+        if only_here or (self.check_on_train_epoch_end is None and not epoch_over(trainer)):
+            self._check(trainer, complete=only_here)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if self.check_on_train_epoch_end is not False:
-            self._check(trainer, complete=self._validated or not any(trainer.num_val_batches))
+            self._check(trainer, complete=self._validated or not validates(trainer))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._fitting = False

@@ -63,3 +63,13 @@ class Monitored:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=3)
+
+
+def epoch_over(trainer: Any) -> bool:
+    """Tell whether the batch that was trained last is known to be the last of its epoch."""
+    return trainer.batch_idx >= trainer.num_training_batches
+
+
+def validates(trainer: Any) -> bool:
+    """Tell whether the fit has data to validate on."""
+    return any(trainer.num_val_batches)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable, Iterable
 
-from ..strategies.checkpoint import CheckpointError, complete, remove
+from ..strategies.checkpoint import Checkpoint, CheckpointError, complete, remove
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,14 @@ class Kept:
 def worst(scores: dict[str, float], rank: Callable[[float], float] | None) -> str:
     """Return the path that goes first: of the largest rank, of equals the latest; without ``rank`` the oldest."""
     return next(iter(scores)) if rank is None else max(reversed(scores), key=lambda path: rank(scores[path]))
+
+
+def written_by(path: str, run_id: str | None, step: int) -> bool:
+    """Tell whether a complete checkpoint lies at ``path`` that this run wrote at this step."""
+    if not complete(path):
+        return False
+    manifest = Checkpoint.open(path, verify=False).manifest
+    return run_id is not None and (manifest.get("run_id"), manifest.get("step")) == (run_id, step)
 
 
 def discard(paths: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from drivetrain import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from drivetrain.callbacks import checkpoint
 from drivetrain.strategies.checkpoint import Checkpoint, complete
 from drivetrain.tests import distributed
 from drivetrain.tests.callbacks.toy import Line, loader, quiet
@@ -423,7 +424,53 @@ def test_on_exception_checkpoint(tmp_path):
     assert trainer.global_step == 6
 
 
+@pytest.mark.parametrize(("moment", "call"), [("point", 2), ("discard", 3)])  # the first to discard is the start
+def test_C2_killed_when_the_checkpoint_is_on_the_disk_and_the_old_ones_are_not_gone(tmp_path, monkeypatch, moment, call):
+    """Epochs end at steps 4, 8, 12; killed after the second was written, before the link or the removal."""
+    options = {"save_top_k": 1, "save_last": True, "monitor": "val_loss"}
+    monkeypatch.setattr(f"drivetrain.callbacks.checkpoint.{moment}", killing_at(call, getattr(checkpoint, moment)))
+    with pytest.raises(distributed.RankFailed, match="killed by SIGKILL"):
+        distributed.run(lambda rank: fitted(ModelCheckpoint(tmp_path, **options), values=[3, 2], max_epochs=3), 1)
+    monkeypatch.undo()
+    assert all(complete(tmp_path / name) for name in ("checkpoint-000004", "checkpoint-000008", "last"))
+    trainer = fitted(ModelCheckpoint(tmp_path, **options), values=[1, 0.5], max_epochs=3, ckpt_path="last")
+    assert trainer.global_step == 12
+    assert names(tmp_path) == ["checkpoint-000012", "last"]
+
+
+def killing_at(number, function):
+    """The function, whose call of this number ends the process instead."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        function(*arguments)
+
+    return call
+
+
+def test_a_failing_save_does_not_hide_the_exception(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = quiet(callbacks=[OnExceptionCheckpoint(tmp_path / "file"), failing_at(3)])
+    with pytest.warns(UserWarning, match="Expected to save a checkpoint after the exception"):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            trainer.fit(Line(), loader(6))
+
+
 # Ranks
+
+
+def test_D2_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path):
+    def run(rank):
+        callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True), *([failing_at(1)] if rank == 1 else [])]
+        trainer = quiet(callbacks=callbacks, devices=2, strategy="ddp")
+        trainer.fit(Line(lr=0.1), loader(8))
+
+    with pytest.raises(distributed.RankFailed, match="Rank 1 of 2 raised RuntimeError: on purpose"):
+        distributed.run(run, 2)
+    assert not tmp_path.exists() or names(tmp_path) == []
 
 
 def test_D5_ranks_agree_on_names_and_on_what_stays(tmp_path):
