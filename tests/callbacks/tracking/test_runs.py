@@ -6,10 +6,8 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
+import traceback
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
-from drivetrain import Accelerator, Callback, Tracking, Trainer, TrainModule
+from drivetrain import Accelerator, Callback, ModelCheckpoint, Tracking, Trainer, TrainModule
 from drivetrain.callbacks.tracking import journal
 from drivetrain.callbacks.tracking.base import GeneralTracker, on_main_process
 from drivetrain.tests.distributed import run
@@ -124,37 +122,39 @@ def test_every_value_of_a_run_reaches_its_trackers(tmp_path):
     assert status(t.log_dir)["status"] == "finished"
 
 
-RUN = """
-    import os, signal, sys
-    from drivetrain import Callback, ModelCheckpoint
-    from drivetrain.tests.callbacks.tracking import test_runs as runs
+class Kill(Callback):
+    priority = 200  # after a checkpoint of the same step
 
-    class Kill(Callback):
-        priority = 200
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if trainer.global_step == {step}:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, step):
+        self.step = step
 
-    save = ModelCheckpoint(every_n_train_steps={every}, save_top_k=-1)
-    runs.trainer({folder!r}, callbacks=[save, Kill()]).fit(runs.module(), *runs.loaders(), ckpt_path="last")
-"""
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupted(folder, step, every):
-    program = textwrap.dedent(RUN.format(folder=str(folder), step=step, every=every))
-    return subprocess.run([sys.executable, "-c", program], timeout=100, capture_output=True, text=True)
+def fit_in_a_process(folder, kill, every):
+    """Fit, or go on, in a process that kills itself after a step; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            save = ModelCheckpoint(every_n_train_steps=every, save_top_k=-1)
+            trainer(folder, callbacks=[save, Kill(kill)]).fit(module(), *loaders(), ckpt_path="last")
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("every, kills", [(1, (6, 7)), (2, (6, 12)), (4, (7, 13)), (5, (9, 17))])
 def test_L3_killed_runs_have_the_rows_of_one_that_was_not(tmp_path, every, kills):
     """Epochs have 6 steps: some kills come between a checkpoint and the validation that follows it."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = interrupted(whole, -1, every)
-    assert done.returncode == 0, done.stderr
+    assert fit_in_a_process(whole, None, every) == 0
     for step in kills:
-        assert interrupted(parts, step, every).returncode == -signal.SIGKILL
-    done = interrupted(parts, -1, every)
-    assert done.returncode == 0, done.stderr
+        assert fit_in_a_process(parts, step, every) == -signal.SIGKILL
+    assert fit_in_a_process(parts, None, every) == 0
     assert os.listdir(parts / "runs") == os.listdir(whole / "runs") == ["run-0001"]
     expected, got = whole / "runs" / "run-0001", parts / "runs" / "run-0001"
     assert (got / "metrics.csv").read_text() == (expected / "metrics.csv").read_text()
