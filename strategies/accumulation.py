@@ -82,8 +82,8 @@ class Window:
         self.count += 1
         ended = loader is not None and state.sync_with_dataloader and loader.end_of_dataloader
         state.sync_gradients = last = ended or self.count >= self._limit
-        if ended and self.count < self._divisor:
-            self._end_short()
+        if last and self.count != self._divisor and not self._weights.used:
+            self._end_early()
         return last
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Window:
         divisor = self._divisor if self.count else self.state.num_steps
         return loss if divisor == 1 else loss / divisor
 
-    def _end_short(self) -> None:
+    def _end_early(self) -> None:
         if self.state.scale_last_window:
             rescale(self.parameters(), self._divisor / self.count)
             self._divisor = self.count

@@ -179,10 +179,6 @@ class Strategy:
         """Steps an optimizer; returns whether that was skipped, and what the optimizer returned."""
         return precision.step(optimizer, closure)
 
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clears an optimizer's gradients."""
-        optimizer.zero_grad()
-
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips gradients by their total norm, which is returned as it was before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

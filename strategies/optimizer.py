@@ -173,6 +173,7 @@ def load_named_state(
         groups.append({**saved_group, "params": group["params"]})
     state = {index.get(key, key): value for key, value in saved["state"].items()}
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+    optimizer._opt_called = bool(state)  # so that a scheduler does not complain that it steps before the optimizer
     for parameter, name in zip(_parameters(optimizer), sum(by_group, []), strict=True):
         if name in saved["state"] and parameter in optimizer.state:
             optimizer.state[parameter] = _exact(saved["state"][name], optimizer.state[parameter])

@@ -92,10 +92,6 @@ class Precision:
         """Returns a method of the model that takes inputs as the user's data has them."""
         return method
 
-    def convert_input(self, data: Any) -> Any:
-        """Returns nested data with its floating-point tensors in the dtype of the parameters."""
-        return data
-
     def autocast(self, handler: AutocastKwargs | None = None) -> Any:
         """Returns the context to compute in."""
         return NOTHING
@@ -156,9 +152,6 @@ class TruePrecision(Precision):
             return method(*args, **kwargs)
 
         return with_converted_inputs
-
-    def convert_input(self, data: Any) -> Any:
-        return _cast(data, self.dtype)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> Any:
         return self._context

@@ -92,7 +92,7 @@ class Accelerator:
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: use the CPU though there is an accelerator.
         dataloader_config: how prepared loaders share data.
-        rng_types: accepted as it is; order and augmentation are functions of seed and epoch here.
+        rng_types: checked; order and augmentation are functions of seed and epoch here, the same on all processes.
         log_with: trackers by name ("all" for every one installed), or tracker objects.
         project_dir: where checkpoints and logs lie; `project_config` says more.
         gradient_accumulation_plugin: how gradients are accumulated, instead of `gradient_accumulation_steps`.
@@ -153,7 +153,7 @@ class Accelerator:
         self.state = AcceleratorState(self.precision.mixed_precision, dynamo_plugin=self.dynamo_plugin)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = rng_types
+        self.rng_types = resolution.rng_types(rng_types)
         self.log_with = log_with
         self.trackers: list[Any] = []
         self.grad_norm: torch.Tensor | None = None

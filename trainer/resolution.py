@@ -23,6 +23,7 @@ from ..strategies.settings import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    RNGType,
     TorchDynamoPlugin,
     check_num_steps,
     not_in_this_version,
@@ -124,6 +125,15 @@ def one_value(what: str, given: dict[str, Any]) -> Any:
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise ValueError(f"Expected one value for {what}. Received: {shown}. Set it in one place.")
     return next(iter(values.values()), None)
+
+
+def rng_types(given: list[Any] | None) -> list[RNGType] | None:
+    """Returns the generators to synchronise, checked: here they agree by construction, from seed and epoch."""
+    for item in given or []:
+        if item not in RNGType:
+            known = ", ".join(RNGType.list())
+            raise ValueError(f"Expected rng_types of {known}. Received: {item!r}. Choose of these.")
+    return None if given is None else [RNGType(item) for item in given]
 
 
 def parameter_list(parameters: Any) -> list[torch.Tensor]:

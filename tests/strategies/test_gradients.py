@@ -18,8 +18,8 @@ from drivetrain.strategies.world import World
 class Loader:
     """Stands where a prepared loader does: a number of batches, the last one known as such."""
 
-    def __init__(self, length, *, sized=True, weights=None):
-        self.length, self.sized, self.weights = length, sized, weights or {}
+    def __init__(self, length, *, sized=True, weights=None, said=None):
+        self.length, self.sized, self.weights, self.said = length, sized, weights or {}, said or length
         self.end_of_dataloader, self.batches, self.remainder, self.weight = False, None, -1, 1.0
 
     def __iter__(self):
@@ -28,7 +28,7 @@ class Loader:
         try:
             for index in range(self.length):
                 self.end_of_dataloader = index == self.length - 1
-                self.batches = self.length - index - 1 if self.sized else None
+                self.batches = max(self.said - index - 1, 0 if self.end_of_dataloader else 1) if self.sized else None
                 self.weight = self.weights.get(index, 1.0)
                 yield index
         finally:
@@ -113,6 +113,13 @@ def test_short_last_window_is_the_mean_of_its_micro_batches(sized):
     assert found == pytest.approx([2.5, 30.0], rel=1e-6)
 
 
+@pytest.mark.parametrize("said", [2, 5, 6, 9])
+def test_loader_that_says_a_wrong_length_changes_nothing(said):
+    losses = [1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 60.0]
+    found = gradients(Loader(7, said=said), *window(scale_last_window=True), losses=losses)
+    assert found == pytest.approx([2.5, 30.0], rel=1e-6)
+
+
 def test_windows_go_on_over_the_end_of_a_loader_where_that_is_asked_for():
     made, context, weight = window(num_steps=4, sync_with_dataloader=False)
     assert gradients(Loader(3), made, context, weight) == []
@@ -158,6 +165,14 @@ def test_G2_gradient_is_the_mean_over_all_items_of_the_window(kind):
     made, context, weight = window(num_steps=2)
     found = gradients(Loader(2), made, context, weight, losses=[10.0, 20.0], weights=[kind(1), kind(9)])
     assert found == pytest.approx([19.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_last_window": True}])
+@pytest.mark.parametrize("sized", [True, False])
+def test_G2_short_weighted_window_of_several_micro_batches(sized, options, caplog):
+    made, context, weight = window(num_steps=4, **options)
+    found = gradients(Loader(2, sized=sized), made, context, weight, losses=[10.0, 20.0], weights=[1, 9])
+    assert found == pytest.approx([19.0], rel=1e-6) and not caplog.records
 
 
 def test_G2_short_weighted_window_and_the_one_after_it():

@@ -76,6 +76,7 @@ def prepared(accelerator=None, **options):
         ({"kwargs_handlers": ["autocast"]}, TypeError, "Received: 'autocast'"),
         ({"kwargs_handlers": [GradientAccumulationPlugin()]}, TypeError, "kwargs_handlers to hold AutocastKwargs"),
         ({"dynamo_backend": "inductor", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "dynamo_backend or"),
+        ({"rng_types": ["torch", "gpu"]}, ValueError, "Received: 'gpu'"),
         ({"dynamo_backend": "inducter"}, ValueError, "INDUCTOR"),
         (
             {"split_batches": True, "dataloader_config": DataLoaderConfiguration()},
@@ -192,6 +193,16 @@ def test_C6_compiled_model_keeps_its_type_and_names():
     assert type(accelerator.unwrap_model(own)) is not nn.Linear
     assert type(accelerator.unwrap_model(own, keep_torch_compile=False)) is nn.Linear
     assert sorted(accelerator.get_state_dict(own)) == ["bias", "weight"]
+
+
+def test_compiled_model_in_mixed_precision():
+    plugin = TorchDynamoPlugin(backend="eager", fullgraph=True)
+    model = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin).prepare(nn.Linear(2, 2))
+    torch.manual_seed(0)
+    x = torch.rand(3, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = nn.functional.linear(x, model.weight, model.bias).float()
+    assert torch.equal(model(x), expected) and model(x).dtype is torch.float32
 
 
 def test_regional_compilation_compiles_repeated_blocks():
