@@ -58,7 +58,7 @@ class Duration:
         return _checked(number, word, name, value)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return f"{self.value:g}{self.unit}"
+        return f"{self.value}{self.unit}"
 
 
 DurationLike = Union[Duration, int, float, str, timedelta, dict]  # in this order a parser of config files tries them

@@ -127,13 +127,14 @@ def restore(session: Session) -> None:
     trainer, path = session.trainer, session.checkpoint
     if path is None:
         return
-    only_weights = session.stage != "fit"
+    whole = Checkpoint.open(path, verify=False).has("training.json")
+    if session.stage == "fit" and not whole:
+        logger.warning("%s holds only weights; counters, optimizers and data begin anew.", path)
     strict = session.module.strict_loading
+    only_weights = session.stage != "fit" or not whole
     manifest = trainer.accelerator.load_state(str(path), weights_only=only_weights, strict=strict)
     if only_weights:
         return
-    if trainer.progress.batches == 0 and manifest.get("step"):
-        logger.warning("%s holds only weights; counters, optimizers and data begin anew.", path)
     position, loader = trainer.progress.batch, session.train_loader
     if manifest.get("world_size", trainer.world_size) != trainer.world_size and position:
         trainer.progress.batch = math.ceil(loader.state_dict()["samples"] / loader.total_batch_size)

@@ -19,9 +19,12 @@ class RunFolder:
         """The folder; exists only once something is written."""
         return self.root / "runs" / (self.run_id or "run-0001")
 
-    def claim(self, world: Any, *, run_id: str | None = None, create: bool = True) -> None:
-        """Take over a run's id, or find a free one (collective); ``create`` makes the folder, so that no other run takes it."""
-        if run_id is not None or self.run_id is not None:
+    def claim(self, world: Any, *, run_id: str | None = None, anew: bool = True, create: bool = True) -> None:
+        """Take over a run's id, or find a free one where there is none or ``anew`` (collective).
+
+        ``create`` makes the folder, so that no other run takes it.
+        """
+        if run_id is not None or self.run_id is not None and not anew:
             self.run_id = run_id or self.run_id
             return
         found = self._free(create=create) if world.rank == 0 else None

@@ -46,7 +46,9 @@ class Session:
         trainer, module = self.trainer, self.module
         trainer.session, trainer.stage = self, "train" if self.stage == "fit" else self.stage
         run_id = run_of(self.checkpoint) if self.stage == "fit" else None
-        trainer.run_folder.claim(trainer.accelerator.world, run_id=run_id, create=self._writes())
+        trainer.run_folder.claim(
+            trainer.accelerator.world, run_id=run_id, anew=self.stage == "fit", create=self._writes()
+        )
         try:
             trainer.accelerator.release()  # what the run before has prepared; until now it could be saved
             self._attach()

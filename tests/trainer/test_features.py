@@ -498,3 +498,40 @@ def test_two_devices_in_a_test_or_notebook_are_forked_and_bring_back_their_resul
     torch.testing.assert_close(module.layer.weight, alone.layer.weight)
     assert trainer.global_step == 8 and trainer.callback_metrics["loss"] == pytest.approx(0.5, abs=0.5)
     assert trainer.test(module, loader(5), verbose=False) == [{"mean": 2.0}]
+
+
+def test_each_fit_is_a_run_of_its_own_and_a_test_belongs_to_the_last(tmp_path):
+    class Tested(Line):
+        def test_step(self, batch, batch_idx):
+            self.log("mean", batch.mean())
+
+    module = Tested()
+    trainer = quiet(max_epochs=1, logger="csv", default_root_dir=tmp_path)
+    trainer.fit(module, loader(4))
+    trainer.fit(module, loader(4))
+    assert trainer.run_id == "run-0002"
+    trainer.test(module, loader(4), verbose=False)
+    assert trainer.run_id == "run-0002"
+
+
+def test_weights_alone_can_start_a_fit(tmp_path, caplog):
+    first = Line()
+    trainer = quiet(max_epochs=1)
+    trainer.fit(first, loader(4))
+    trainer.save_checkpoint(tmp_path / "w", weights_only=True)
+    second = quiet(max_epochs=0)
+    module = Line()
+    second.fit(module, loader(4), ckpt_path=tmp_path / "w")
+    assert "only weights" in caplog.text
+    assert torch.equal(module.layer.weight, first.layer.weight) and second.global_step == 0
+
+
+def test_a_fit_goes_on_from_the_end_of_another(tmp_path):
+    whole, first, second = Line(), Line(), Line()
+    quiet(max_epochs=3, seed=1).fit(whole, loader(8, shuffle=True))
+    trainer = quiet(max_epochs=2, seed=1)
+    trainer.fit(first, loader(8, shuffle=True))
+    trainer.save_checkpoint(tmp_path / "c")
+    quiet(max_epochs=3, seed=1).fit(second, loader(8, shuffle=True), ckpt_path=tmp_path / "c")
+    assert first.seen + second.seen == whole.seen
+    assert torch.equal(second.layer.weight, whole.layer.weight)
