@@ -136,7 +136,7 @@ class _Snapshot:
         self.python: Any = random.getstate()
         self.kind, self.device = "", None
         target = torch.device("cpu" if device is None else device)
-        module = None if target.type in ("cpu", "meta") else torch.get_device_module(target)
+        module: Any = None if target.type in ("cpu", "meta") else torch.get_device_module(target)
         if hasattr(module, "get_rng_state"):
             self.kind, self._module = target.type, module
             self._where = () if target.type == "mps" else (target,)  # mps has one generator and takes no device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -93,8 +94,9 @@ class Division:
             mine = torch.tensor([share.samples or 0, share.stop - share.offset, share.end], device="cpu")
             samples, used, ended = torch.stack(self.world.all_gather(mine)).sum(0).tolist()
             position += used
-            counts = {} if share.samples is None else {"total": samples, "weight": _weight(share, samples, self.world)}
-            yield batch, share._replace(last=ended > 0, end=ended > 0, stop=position, **counts)
+            if share.samples is not None:
+                share = share._replace(total=samples, weight=_weight(share.samples, samples, self.world))
+            yield batch, share._replace(last=ended > 0, end=ended > 0, stop=position)
             if ended:
                 return
 
@@ -130,19 +132,17 @@ class Division:
         """The batches of the rank with the fewest, and whether all have certainly the same; shares of their own."""
         if self.shared or self.world.size == 1:
             return None, True
-        try:
-            units = len(self.data)
-            steps = self.data.steps(self.layout(True), Position(0, 0, 0))
-        except (TypeError, NotImplementedError):
-            units = steps = None
+        units, steps = -1, -1
+        with suppress(TypeError, NotImplementedError):
+            units, steps = len(self.data), self.data.steps(self.layout(True), Position(0, 0, 0))
         exact = isinstance(self.data, MapData) and self.data.plan.exact
         known = self.world.gather_object((exact, units, steps))
-        fewest = None if any(entry[2] is None for entry in known) else min(entry[2] for entry in known)
-        return fewest, exact and len(set(known)) == 1
+        fewest = min(steps for _, _, steps in known)
+        return None if fewest < 0 else fewest, exact and len(set(known)) == 1
 
 
-def _weight(share: Share, total: int, world: World) -> float:
-    return share.samples * world.size / total if total else 1.0
+def _weight(samples: int, total: int, world: World) -> float:
+    return samples * world.size / total if total else 1.0
 
 
 def _check_distributed(sampler: Any, world: World) -> None:

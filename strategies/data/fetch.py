@@ -57,7 +57,7 @@ class MapData:
         named = key if draws(dataset, collate_fn) else None
         self.plan.set_epoch(place.epoch)
         tell_epoch(dataset, place.epoch)
-        options = {"seed": place.seed, "epoch": place.epoch, "start": place.samples, "skip": skip}
+        options: dict[str, Any] = {"seed": place.seed, "epoch": place.epoch, "start": place.samples, "skip": skip}
         if self._workers is not None:
             shares = self.plan.shares(layout, **options)
             return fetched_by(self._workers, shares, named, seed=derive(key, WORKERS), epoch=place.epoch)
@@ -166,9 +166,8 @@ def pinned(batch: Any) -> Any:
 
 def pins(loader: DataLoader) -> bool:
     """Whether the loader's batches are to be pinned: asked for, and of use here."""
-    if not loader.pin_memory or not torch.accelerator.is_available():
-        return False
-    return torch.accelerator.current_accelerator().type != "mps"  # cannot: pytorch issue 86060
+    device = torch.accelerator.current_accelerator(check_available=True) if loader.pin_memory else None
+    return device is not None and device.type != "mps"  # which cannot: pytorch issue 86060
 
 
 class Worked:
@@ -295,7 +294,7 @@ class _Start:
         self.function = function
 
     def __call__(self, worker: int) -> None:
-        info = get_worker_info()
+        info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch made it read-only
         if self.function is not None:
             self.function(worker)

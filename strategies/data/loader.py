@@ -44,7 +44,7 @@ def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device |
     exclude each other.
     """
     if isinstance(dataloader, (DataLoaderShard, SkippedLoader)):
-        return dataloader
+        return dataloader  # type: ignore[return-value]  # a view has all that its loader has
     config = config or DataLoaderConfiguration()
     if config.dispatch_batches or slice_fn_for_dispatch is not None:
         raise ValueError(
@@ -74,7 +74,7 @@ class DataLoaderShard(DataLoader):
     do), `transfer` (replaces the move to the device).
     """
 
-    __setattr__ = object.__setattr__  # torch's own compares names on each store
+    __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's own compares names on each store
 
     def __init__(self, base: DataLoader, *, world: World, config: DataLoaderConfiguration, seed: int = 0,
                  gradient_state: Any = None) -> None:
@@ -89,11 +89,12 @@ class DataLoaderShard(DataLoader):
         self._ranks = Division(self.data, world=world, config=config)
         self.batch_size, self.drop_last = self._ranks.batch_size, self._ranks.drop_last
         self._open: int | None = None  # the epoch of an iteration that has not come to its end
-        self._running, self._pending = 0, None
+        self._pending: Position | None = None
+        self._running = self._done = 0
         self._reset(0)
         self._check_filled()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator
         return self.iterate()
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class DataLoaderShard(DataLoader):
     @property
     def total_dataset_length(self) -> int:
         """Samples of the data set; TypeError where it does not know."""
-        return getattr(self.dataset, "total_length", None) or len(self.dataset)
+        return getattr(self.dataset, "total_length", None) or len(self.dataset)  # type: ignore[arg-type]
 
     def iterate(self, skip: int = 0) -> Iterator[Any]:
         """The batches of an epoch, or what is left of it after `load_state_dict`, without the first `skip`."""
@@ -233,9 +234,9 @@ class DataLoaderShard(DataLoader):
         return steps if fewest is None else min(steps, max(fewest - place.batches, 0))
 
     def _before(self, place: Position) -> int:
-        """This rank's batches before a place, which another number of ranks may have counted."""
-        moved = place.world_size != self.world.size and self.total_batch_size is not None
-        return -(-place.samples // self.total_batch_size) if moved else place.batches
+        """This rank's batches before a place, which another number of ranks, or nobody, may have counted."""
+        size, counted = self.total_batch_size, place.batches > 0 and place.world_size == self.world.size
+        return place.batches if counted or size is None else -(-place.samples // size)
 
     def _known_steps(self, place: Position) -> int | None:
         return self._known(lambda: self._steps(place))
@@ -268,7 +269,7 @@ class _Iterable(IterableDataset):
         return iter(self.batches)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name == "batches":  # not there yet

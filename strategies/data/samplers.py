@@ -273,8 +273,9 @@ class Plan:
     whole = False
 
     def __init__(self, loader: DataLoader) -> None:
-        self.sampler, self.batch_size, self.drop_last = loader.sampler, loader.batch_size, loader.drop_last
-        batches = loader.batch_sampler
+        self.sampler: Any = loader.sampler
+        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
+        batches: Any = loader.batch_sampler
         self.kind = "keys" if batches is None else "samples" if type(batches) is BatchSampler else "batches"
         if batches is not None:
             self.sampler = batches.sampler if self.kind == "samples" else batches

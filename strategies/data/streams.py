@@ -41,7 +41,7 @@ class StreamData:
 
     def __len__(self) -> int:
         """Samples in an epoch as the data set says; TypeError where it does not."""
-        return len(self.loader.dataset)
+        return len(self.loader.dataset)  # type: ignore[arg-type]
 
     def steps(self, layout: Layout, place: Position) -> int:
         """Batches that one rank gets from a place on; TypeError where the data set does not say."""

@@ -23,11 +23,11 @@ _FIRST = 0x80000000  # of random's table, whatever the seed
 
 def watch() -> Callable[[int], bool]:
     """The function that tells whether numpy and random are as `seed_all` left them with this seed."""
-    bits = np.random.get_bit_generator()
+    current = np.random.get_bit_generator  # type: ignore[attr-defined]  # numpy's stubs lack it
+    bits = current()
     if not (isinstance(bits, np.random.MT19937) and _readable()):
         return lambda seed: False
     python, first, place = _python(random._inst), *_numpy(bits)
-    current = np.random.get_bit_generator
 
     def untouched(seed: int) -> bool:
         return (python[0] == _WORDS and python[1] == _FIRST and current() is bits
@@ -59,5 +59,5 @@ def _readable() -> bool:
     seeded = (python[0], python[1], first.value, place.value) == (_WORDS, _FIRST, 5, _WORDS)
     one.random(), other.random_sample()
     state = one.getstate()[1]
-    key, position = other.get_state()[1:3]
+    key, position = other.get_state(legacy=True)[1:3]  # type: ignore[index]  # a tuple then
     return seeded and (python[0], python[1], first.value, place.value) == (state[-1], state[0], key[0], position)

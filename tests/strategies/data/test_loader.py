@@ -288,6 +288,16 @@ def test_limit_ends_an_epoch():
     assert len(epoch(loader)) == 6
 
 
+def test_limit_counts_what_was_done_before():
+    left = numbers(16, size=2)
+    take(left, 2)
+    for size, rest in ((2, 1), (1, 0)):  # 8 samples: 2 batches on two ranks, 4 on one
+        resumed = numbers(16, size=size)
+        resumed.limit = 3
+        resumed.load_state_dict(left.state_dict())
+        assert len(epoch(resumed)) == rest and resumed.epoch == 1
+
+
 def test_another_seed_is_that_of_the_checkpoint(caplog):
     left = numbers(12, seed=5, shuffle=True)
     rest = epoch(numbers(12, seed=5, shuffle=True))[2:]

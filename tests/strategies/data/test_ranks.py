@@ -202,3 +202,27 @@ def test_different_streams_of_a_data_set_that_divides_itself():
         return train, epoch(on_rank(DataLoader(Part(rank), 2), OWN, lockstep=False))
 
     assert run(rank_has) == [([[0, 2], [4, 6]], [[0, 2], [4, 6]]), ([[1, 3], [5]], [[1, 3], [5]])]
+
+
+def test_own_batches_of_unequal_size_resume_by_their_number():
+    """Each rank's own batch sampler, batches of other sizes on each: the position is the same number of batches."""
+    sizes = ([3, 1, 2, 2], [1, 1, 4, 2, 2])
+
+    def rank_has(rank):
+        def loader():
+            ends = [sum(sizes[rank][: i + 1]) for i in range(len(sizes[rank]))]
+            batches = [list(range(end - size, end)) for end, size in zip(ends, sizes[rank])]
+            return on_rank(DataLoader(Numbers(20), batch_sampler=batches), OWN)
+
+        whole, left, resumed = loader(), loader(), loader()
+        full = told(whole)
+        take(left, 2)
+        resumed.load_state_dict(left.state_dict())
+        return full, told(resumed), len(whole), left.state_dict()["samples"]
+
+    (first, rest, length, position), (second, other, same, at) = run(rank_has)
+    assert (length, same, position, at) == (4, 4, 6, 6)
+    assert [batch for batch, *_ in first] == [[0, 1, 2], [3], [4, 5], [6, 7]]
+    assert [batch for batch, *_ in second] == [[0], [1], [2, 3, 4, 5], [6, 7]]
+    assert [entry[2:5] for entry in first] == [(4, 1.5, 4), (2, 1.0, 6), (6, 2 / 3, 12), (4, 1.0, 16)]
+    assert rest == first[2:] and other == second[2:]
