@@ -5,6 +5,7 @@ All public names live here and load on first use: `import drivetrain` alone impo
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +128,19 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    value = globals()[name] = getattr(_imported(_EXPORTS[name]), name)
     return value
+
+
+def _imported(module: str) -> Any:
+    """Import a module without collecting garbage meanwhile: all that an import makes stays, and torch makes a lot."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(f".{module}", __name__)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

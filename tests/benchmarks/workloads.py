@@ -216,8 +216,8 @@ def trainer_log_1() -> None:
     trainer(logger=["csv"]).fit(classifier(1), loader())
 
 
-def trainer_log_9() -> None:
-    trainer(logger=["csv"]).fit(classifier(9), loader())
+def trainer_log_101() -> None:
+    trainer(logger=["csv"]).fit(classifier(101), loader())
 
 
 def trainer_accumulation() -> None:
