@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, Iterator
 
@@ -34,19 +35,21 @@ class LearningRateMonitor(Callback):
         self._by_step: list[tuple[str, dict[str, Any]]] = []
         self._by_epoch: list[tuple[str, dict[str, Any]]] = []
         self._sampled = -1  # the optimizer step whose values were taken last
+        self._batches = math.inf  # in this epoch
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         named = list(self._named_groups(trainer))
         self._by_step = [(name, group) for name, group, interval in named if interval == "step"]
         self._by_epoch = [(name, group) for name, group, interval in named if interval == "epoch"]
-        self._sampled = trainer.global_step
+        self._sampled, self._batches = trainer.global_step, trainer.num_training_batches
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._batches = trainer.num_training_batches
         self._log(trainer, self._by_epoch)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         step, every = trainer.global_step + 1, trainer.log_every_n_steps
-        row_follows = every and (step % every == 0 or batch_idx + 1 >= trainer.num_training_batches)
+        row_follows = every and (step % every == 0 or batch_idx + 1 >= self._batches)
         if row_follows and step != self._sampled:
             self._sampled = step  # the rate that this step is done with: a scheduler changes it afterwards
             self._log(trainer, self._by_step)
