@@ -96,8 +96,13 @@ def unstorable(tensor: Any) -> str:
     return ""
 
 
-def write_tensors(file: HashingWriter, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None,
-                  aliases: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    file: HashingWriter,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> None:
     """Write a whole safetensors file.
 
     Tensors may lie on any device, be non-contiguous or share memory; tied ones are stored once. `aliases` are further
@@ -118,8 +123,9 @@ def write_tensors(file: HashingWriter, tensors: Mapping[str, Tensor], *, metadat
     file.write(_bytes(piece) for name in order for piece in _pieces(real[name]))
 
 
-def read_tensors(file: HashingReader, *, into: Mapping[str, Tensor] | None = None
-                 ) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(
+    file: HashingReader, *, into: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a whole safetensors file; returns (tensors on the CPU, metadata). All names of shared tensors come back.
 
     With `into`, a tensor whose name is in it is read into that one instead, whatever its device, dtype and layout;

@@ -26,14 +26,25 @@ Value = TypeVar("Value")
 class Target(Protocol):
     """Where weights can be written: a `Writer`, or a folder without a manifest."""
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None,
-                aliases: Mapping[str, str] | None = None) -> None: ...  # noqa: D102, E704
+    def tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None: ...  # noqa: D102, E704
 
     def json(self, name: str, tree: Any) -> None: ...  # noqa: D102, E704
 
 
-def save_weights(target: Target | str | os.PathLike[str], state_dict: Mapping[str, Tensor], *, name: str = "model",
-                 max_shard_size: int | str = "10GB") -> list[str]:
+def save_weights(
+    target: Target | str | os.PathLike[str],
+    state_dict: Mapping[str, Tensor],
+    *,
+    name: str = "model",
+    max_shard_size: int | str = "10GB",
+) -> list[str]:
     """Write weights as `<name>.safetensors`, or in shards with an index where they take more; returns the files' names.
 
     `target` is a `Writer` (a checkpoint's) or a folder, which gets the plain files that Hugging Face libraries read:
@@ -59,8 +70,13 @@ def save_weights(target: Target | str | os.PathLike[str], state_dict: Mapping[st
     return names
 
 
-def load_weights(source: Checkpoint | str | os.PathLike[str], *, name: str = "model", foreign: bool = False,
-                 into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def load_weights(
+    source: Checkpoint | str | os.PathLike[str],
+    *,
+    name: str = "model",
+    foreign: bool = False,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Return weights that `save_weights` or a Hugging Face library wrote, tied ones under all their names.
 
     `source` is a checkpoint or its folder; what is read is verified. With `foreign=True` a folder that has no manifest,
@@ -145,8 +161,14 @@ class _PlainFolder:
                 folders.discard(path)
         return names
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None,
-                aliases: Mapping[str, str] | None = None) -> None:
+    def tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         require_space(self.directory, data_size(tensors.values()), name)
         with self._new(name) as file:
             write_tensors(file, tensors, metadata=metadata, aliases=aliases)

@@ -35,8 +35,9 @@ class Writer:
     start. `sync=False` does not wait for the disk: safe against a killed process, not against a power failure.
     """
 
-    def __init__(self, directory: str | Path, *, world: World | None = None, expected_bytes: int = 0,
-                 sync: bool = True) -> None:
+    def __init__(
+        self, directory: str | Path, *, world: World | None = None, expected_bytes: int = 0, sync: bool = True
+    ) -> None:
         self.directory = Path(os.path.abspath(directory))
         self.world = world if world is not None else World()
         self.folder = self.directory  # while it is open: the hidden folder
@@ -57,8 +58,14 @@ class Writer:
             raise TypeError(f"Expected a JSON tree for {name} (see encode). Received: {error}.") from error
         self._write(name, lambda file: file.write([data]), len(data))
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None,
-                aliases: Mapping[str, str] | None = None) -> None:
+    def tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         """Write a safetensors file; see `write_tensors`. Raises TypeError by the tensor's name."""
         unique, found = split_aliases(tensors)
         known = {**(aliases or {}), **found}
@@ -95,8 +102,9 @@ class Writer:
         self.folder = self.directory
         return self.directory
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._reported:
             return
         if error is None:

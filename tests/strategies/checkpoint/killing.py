@@ -9,7 +9,20 @@ from typing import Any
 
 from drivetrain.strategies.checkpoint import folders
 
-CALLS = ("open", "write", "writev", "fsync", "close", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "symlink")
+CALLS = (
+    "open",
+    "write",
+    "writev",
+    "fsync",
+    "close",
+    "mkdir",
+    "rename",
+    "replace",
+    "link",
+    "unlink",
+    "rmdir",
+    "symlink",
+)
 
 
 class Trace:

@@ -168,8 +168,8 @@ def test_files_of_two_checkpoints_do_not_mix():
 
 def test_hostile_files_with_right_hashes_run_nothing():
     """Somebody who knows the format can sign anything; loading it still only makes plain values, or raises."""
-    for content in (b"\x80\x04\x95", b'{"$tensor": "x"}', b'{"$reduce": ["os.system", "touch owned"]}', b"[" * 50_000, b"1e999",
-                    b'{"$device": "cpu", "$path": "x"}', b"\xff\xfe"):  # fmt: skip
+    for content in (b"\x80\x04\x95", b'{"$tensor": "x"}', b'{"$reduce": ["os.system", "touch owned"]}', b"[" * 50_000,
+                    b"1e999", b'{"$device": "cpu", "$path": "x"}', b"\xff\xfe"):  # fmt: skip
         with Writer(CK) as writer:
             (writer.folder / "training.json").write_bytes(content)
             writer.adopt("training.json")

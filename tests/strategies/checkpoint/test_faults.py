@@ -50,9 +50,10 @@ def count(act: Callable[[], None]) -> int:
         return int(pipe.read())
 
 
-def kill_everywhere(parent: Path, prepare: Callable[[], None], act: Callable[[], None],
-                    judge: Callable[[], None]) -> int:
-    """Run `act` in a child that dies at each of its system calls in turn; `judge` what it leaves. Returns the points."""
+def kill_everywhere(
+    parent: Path, prepare: Callable[[], None], act: Callable[[], None], judge: Callable[[], None]
+) -> int:
+    """Let `act` in a child die at each of its system calls in turn, `judge` what it leaves, return the points."""
     prepare()
     points = count(act)
     for torn in (False, True):
@@ -167,7 +168,7 @@ def test_plain_weights_killed_at_every_call(parent):
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_order_of_writing_syncing_and_renaming(parent, can_exchange):
-    """Against a power failure: content first, then its folder, then the name, then the name's folder, then deletions."""
+    """Against a power failure: content, then its folder, then the name, then the name's folder, then deletions."""
     directory = parent / "last"
     save(directory, 1)
 
@@ -177,7 +178,11 @@ def test_order_of_writing_syncing_and_renaming(parent, can_exchange):
         trace = Trace()
         save(directory, 2)
         names = [name for name, *_ in trace.seen]
-        moves = [i for i, (name, *places) in enumerate(trace.seen) if name in ("exchange", "rename") and str(directory) in places]
+        moves = [
+            i
+            for i, (name, *places) in enumerate(trace.seen)
+            if name in ("exchange", "rename") and str(directory) in places
+        ]
         first, last = moves[0], moves[-1]
         written = {path for name, path, _ in trace.seen[:first] if name == "writev"}
         assert {Path(path).name for path in written} == set(visible(directory)) and len(written) == 4
@@ -190,7 +195,9 @@ def test_order_of_writing_syncing_and_renaming(parent, can_exchange):
         synced = [i for i, (name, path, _) in enumerate(trace.seen[:first]) if name == "fsync" and path == folder]
         opened = [i for i, (name, path, _) in enumerate(trace.seen[:first]) if name == "writev"]
         assert synced[-1] > opened[-1]
-        after = [i for i, (name, path, _) in enumerate(trace.seen) if name == "fsync" and path == str(parent) and i > last]
+        after = [
+            i for i, (name, path, _) in enumerate(trace.seen) if name == "fsync" and path == str(parent) and i > last
+        ]
         deletions = [i for i, name in enumerate(names) if name in ("unlink", "rmdir")]
         assert after and deletions and after[0] < deletions[0]
 

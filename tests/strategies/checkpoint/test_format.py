@@ -55,7 +55,9 @@ def test_manifest_says_what_is_asked_for():
     before = time.time()
     with Writer(CK) as writer:
         writer.json("a.json", {})
-        writer.commit({"step": np.int64(12), "epoch": 3, "strategy": "ddp", "run_id": "r1", "shape": (1, 2), "nan": float("nan")})
+        writer.commit(
+            {"step": np.int64(12), "epoch": 3, "strategy": "ddp", "run_id": "r1", "shape": (1, 2), "nan": float("nan")}
+        )
     manifest = Checkpoint.open(CK).manifest
     assert manifest["format"] == "drivetrain-checkpoint" and manifest["format_version"] == 1
     assert (manifest["step"], manifest["epoch"], manifest["strategy"], manifest["world_size"]) == (12, 3, "ddp", 1)
@@ -112,7 +114,9 @@ def test_files_in_subfolders_and_files_of_another_writer():
     assert checkpoint.json("deep/er/a.json") == [1] and checkpoint.read("foreign.bin") == b"x" * 100
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/../x", "", ".", "..", "a//b", "a/", ".hidden", "a\\b", "a\0b", "x/.y"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/x", "a/../x", "", ".", "..", "a//b", "a/", ".hidden", "a\\b", "a\0b", "x/.y"]
+)
 def test_names_that_leave_the_folder_are_refused(name):
     with pytest.raises(ValueError, match="inside the checkpoint"), Writer(CK) as writer:
         writer.json(name, 1)
@@ -248,7 +252,9 @@ def test_what_is_not_there_or_no_checkpoint_is_refused():
     opened("expected a regular file")
 
 
-@pytest.mark.parametrize("version, word", [(2, "newer"), (99, "newer"), (0, "older"), ("1", "damaged"), (True, "damaged")])
+@pytest.mark.parametrize(
+    "version, word", [(2, "newer"), (99, "newer"), (0, "older"), ("1", "damaged"), (True, "damaged")]
+)
 def test_another_format_version_is_refused(version, word):
     save(CK, 1)
     edit(CK, lambda manifest: manifest.update(format_version=version))

@@ -39,7 +39,9 @@ def test_every_rank_writes_its_own_files():
         return str(directory), sorted(checkpoint.files), checkpoint.manifest["world_size"]
 
     results = run(job, 3)
-    files = sorted(["training.json", *(f"rank-{rank:05d}.{end}" for rank in range(3) for end in ("json", "safetensors"))])
+    files = sorted(
+        ["training.json", *(f"rank-{rank:05d}.{end}" for rank in range(3) for end in ("json", "safetensors"))]
+    )
     assert results == [(str(CK.absolute()), files, 3)] * 3
     assert os.listdir(CK.parent) == ["checkpoint-1"] and not Path("elsewhere").exists()
     assert same(Checkpoint.open(CK).state("rank-00002"), {"rank": 2, "state": torch.full((3,), 2)})

@@ -32,22 +32,27 @@ UTC = datetime.timezone.utc
 VALUES = [
     None, True, False, 0, -1, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 3**400, -(10**5000),
     0.0, -0.0, 0.1, 1e-310, 5e-324, sys.float_info.max, math.pi, 1 / 3, math.inf, -math.inf, math.nan,
-    struct.unpack(">d", bytes.fromhex("7ff0000000000001"))[0], struct.unpack(">d", bytes.fromhex("fff8000000000000"))[0],
-    complex(1, -0.0), complex(math.nan, math.inf), "", "text", "$tensor", "\ud800 \0 \u2028 \U0001f600", b"", b"\0\xff\n",
+    struct.unpack(">d", bytes.fromhex("7ff0000000000001"))[0],
+    struct.unpack(">d", bytes.fromhex("fff8000000000000"))[0],
+    complex(1, -0.0), complex(math.nan, math.inf), "", "text", "$tensor", "\ud800 \0 \u2028 \U0001f600", b"",
+    b"\0\xff\n",
     [], (), {}, set(), frozenset(), [[]], ((),), (1,), {"": 0}, {"$tensor": "x"}, {"$": 1, "a": 2}, {1: "a", "1": "b"},
     {None: 1, True: 2, 2.5: 3, (1, ("a", None)): 4, math.inf: 5}, {(): []}, {1, 2, (3, "x")}, frozenset({"a", b"a"}),
     torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool,
     torch.device("cpu"), torch.device("cuda", 3), torch.device("meta"),
     pathlib.Path("/a/b"), pathlib.Path("."), pathlib.Path("x y/\u00e9"),
-    datetime.datetime(2024, 2, 29, 23, 59, 59, 999999), datetime.datetime(1, 1, 1, tzinfo=UTC), datetime.date(9999, 12, 31),
+    datetime.datetime(2024, 2, 29, 23, 59, 59, 999999), datetime.datetime(1, 1, 1, tzinfo=UTC),
+    datetime.date(9999, 12, 31),
     datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3, minutes=-30))),
     datetime.time(1, 2, 3, 4), datetime.time(5, tzinfo=UTC), datetime.timedelta(days=-3, microseconds=7),
     np.float64(0.1), np.float32("nan"), np.float16(-0.0), np.int8(-5), np.uint64(2**64 - 1), np.bool_(True),
     np.complex128(1 - 2j), np.longdouble("0.1"), np.datetime64("2024-02-29T01:02:03", "ns"), np.timedelta64(-5, "D"),
     np.arange(6).reshape(2, 3), np.zeros((0, 3)), np.array(2.5), np.array([True, False]), np.arange(3, dtype=">i4"),
-    np.array(["a", "\u00e9\u20ac"]), np.array([b"x", b"yz"]), np.array(["2024-01-01"], dtype="M8[D]"), np.longdouble([1, 2]),
+    np.array(["a", "\u00e9\u20ac"]), np.array([b"x", b"yz"]), np.array(["2024-01-01"], dtype="M8[D]"),
+    np.longdouble([1, 2]),
     np.array([1 + 2j]), np.arange(4, dtype=np.uint16), np.float16([1, 2]), np.array([], dtype="<U3"),
-    torch.tensor(3), torch.empty(0, 2), torch.tensor([1 + 2j]), torch.tensor([True]), torch.tensor([65535], dtype=torch.uint16),
+    torch.tensor(3), torch.empty(0, 2), torch.tensor([1 + 2j]), torch.tensor([True]),
+    torch.tensor([65535], dtype=torch.uint16),
 ]  # fmt: skip
 
 
@@ -142,7 +147,7 @@ def test_arrays_that_torch_cannot_view_are_copied():
     frozen.flags.writeable = False
     fortran = np.asfortranarray(np.arange(6).reshape(2, 3))
     back = round_trip([reverse, frozen, fortran])
-    assert all(np.array_equal(a, b) for a, b in zip(back, [reverse, frozen, fortran]))
+    assert all(np.array_equal(a, b) for a, b in zip(back, [reverse, frozen, fortran], strict=True))
     back[1][0] = 7  # what comes back can be written
 
 
@@ -178,7 +183,10 @@ REFUSED = [
     (np.dtype("f4"), "a Float32DType"),
     (torch.eye(2).to_sparse(), "a Tensor. It is a tensor of layout torch.sparse_coo"),
     (torch.empty(2, device="meta"), "a Tensor. It is a tensor on the meta device"),
-    (nn.UninitializedParameter() if hasattr(nn, "UninitializedParameter") else nn.LazyLinear(2).weight, "without values"),
+    (
+        nn.UninitializedParameter() if hasattr(nn, "UninitializedParameter") else nn.LazyLinear(2).weight,
+        "without values",
+    ),
 ]
 
 
@@ -215,13 +223,17 @@ def test_what_contains_itself_or_is_too_deep_is_refused():
 
 
 HOSTILE = [
-    {"$unknown": 1}, {"$tuple": [1], "x": 2}, {"$reduce": ["os.system", ["true"]]}, {"$tensor": "not there"}, {"$tensor": []},
+    {"$unknown": 1}, {"$tuple": [1], "x": 2}, {"$reduce": ["os.system", ["true"]]}, {"$tensor": "not there"},
+    {"$tensor": []},
     {"$tensor": None}, {"$array": "not there"}, {"$array": "bf16"}, {"$bytearray": ["t", "|O", [1]]},
     {"$bytearray": ["t", "<f8", [99]]}, {"$bytearray": ["t", "<f8"]}, {"$bytearray": ["t", [["a", "<f4"]], [1]]},
     {"$scalar": ["|O", "AAAAAAAAAAA="]}, {"$scalar": ["<f8", "AA"]}, {"$scalar": ["<f8", ""]}, {"$scalar": 5},
-    {"$dtype": "nn"}, {"$dtype": "__name__"}, {"$dtype": "load"}, {"$dtype": 3}, {"$device": "toaster"}, {"$device": [1]},
-    {"$int": "x"}, {"$int": 5}, {"$float": "0xzz"}, {"$float": "one"}, {"$float": 1}, {"$complex": [1]}, {"$complex": ["a", 1]},
-    {"$bytes": "*"}, {"$bytes": 1}, {"$set": [[1]]}, {"$set": 1}, {"$dict": [[[1], 2]]}, {"$dict": [1]}, {"$dict": {"a": 1}},
+    {"$dtype": "nn"}, {"$dtype": "__name__"}, {"$dtype": "load"}, {"$dtype": 3}, {"$device": "toaster"},
+    {"$device": [1]},
+    {"$int": "x"}, {"$int": 5}, {"$float": "0xzz"}, {"$float": "one"}, {"$float": 1}, {"$complex": [1]},
+    {"$complex": ["a", 1]},
+    {"$bytes": "*"}, {"$bytes": 1}, {"$set": [[1]]}, {"$set": 1}, {"$dict": [[[1], 2]]}, {"$dict": [1]},
+    {"$dict": {"a": 1}},
     {"$size": ["a"]}, {"$size": 1}, {"$path": 1}, {"$datetime": "yesterday"}, {"$date": 5}, {"$time": "25:00"},
     {"$timedelta": ["a"]}, {"$timedelta": [1e300]}, {"$tuple": None},
 ]  # fmt: skip
@@ -269,7 +281,9 @@ def random_leaf(draw: random.Random):
     if choice == 3:
         return draw.randbytes(draw.randrange(9))
     if choice == 4:
-        dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.float8_e5m2])
+        dtype = draw.choice(
+            [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.float8_e5m2]
+        )
         shape = [draw.randrange(4) for _ in range(draw.randrange(4))]
         size = math.prod(shape) * dtype.itemsize
         data = torch.frombuffer(bytearray(draw.randbytes(size or 8)), dtype=dtype)
@@ -284,11 +298,15 @@ def random_leaf(draw: random.Random):
 
 
 def random_key(draw: random.Random):
-    return draw.choice([random_text(draw), draw.randrange(-9, 9) + 0.5, draw.getrandbits(70), None, (1, random_text(draw))])
+    return draw.choice(
+        [random_text(draw), draw.randrange(-9, 9) + 0.5, draw.getrandbits(70), None, (1, random_text(draw))]
+    )
 
 
 def random_text(draw: random.Random) -> str:
-    return "".join(draw.choice(["a", "$", ".", "~", "\"", "\\", "\n", "\u00e9", "\ud83d", "\0"]) for _ in range(draw.randrange(5)))
+    return "".join(
+        draw.choice(["a", "$", ".", "~", '"', "\\", "\n", "\u00e9", "\ud83d", "\0"]) for _ in range(draw.randrange(5))
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

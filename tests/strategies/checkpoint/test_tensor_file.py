@@ -52,7 +52,12 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_and_shape(dtype):
-    tensors = {"m": sample(dtype, 3, 5), "scalar": sample(dtype, 1)[0], "empty": sample(dtype, 0, 4), "one": sample(dtype, 1)}
+    tensors = {
+        "m": sample(dtype, 3, 5),
+        "scalar": sample(dtype, 1)[0],
+        "empty": sample(dtype, 0, 4),
+        "one": sample(dtype, 1),
+    }
     write(tensors)
     assert same(read(), tensors)
     theirs = safetensors.torch.load_file(FILE)
@@ -92,7 +97,7 @@ def test_nothing_and_nearly_nothing():
     assert read() == {} and safetensors.torch.load_file(FILE) == {}
     write({"": torch.empty(0)})
     assert same(read(), {"": torch.empty(0)})
-    write({"\u00e9 \U0001f600 \"\\": torch.ones(1)}, metadata={"\n": "\u20ac"})
+    write({'\u00e9 \U0001f600 "\\': torch.ones(1)}, metadata={"\n": "\u20ac"})
     assert same(read(), safetensors.torch.load_file(FILE))
 
 
@@ -118,7 +123,12 @@ def test_layouts_that_are_not_contiguous():
 def test_large_tensors_that_are_not_contiguous_are_copied_piece_by_piece():
     wide = megabytes(80).reshape(2, -1, 4).transpose(1, 2)  # one row is 40 MiB
     deep = megabytes(140).reshape(1, -1, 2).transpose(1, 2)  # its only row is more than a piece
-    write({"wide": wide, "deep": deep,})
+    write(
+        {
+            "wide": wide,
+            "deep": deep,
+        }
+    )
     back = read()
     assert torch.equal(back["wide"].view(torch.int32), wide.contiguous().view(torch.int32))
     assert torch.equal(back["deep"].view(torch.int32), deep.contiguous().view(torch.int32))
@@ -137,7 +147,13 @@ def test_C6_tied_tensors_are_stored_once_and_come_back_under_all_names():
 
 def test_tensors_that_share_only_a_part_are_stored_each():
     base = torch.arange(10.0)
-    tensors = {"all": base, "head": base[:5], "tail": base[5:], "matrix": base.view(2, 5), "turned": base.view(2, 5).t()}
+    tensors = {
+        "all": base,
+        "head": base[:5],
+        "tail": base[5:],
+        "matrix": base.view(2, 5),
+        "turned": base.view(2, 5).t(),
+    }
     unique, aliases = split_aliases(tensors)
     assert list(unique) == list(tensors) and not aliases
     write(tensors)

@@ -46,12 +46,16 @@ def test_one_file():
     assert save(state) == ["model.safetensors"]
     for source in (CK, str(CK), Checkpoint.open(CK), Checkpoint.open(CK, verify=False)):
         assert same(load_weights(source), state)
-    assert same(dict(sorted(safetensors.torch.load_file(CK / "model.safetensors").items())), dict(sorted(state.items())))
+    assert same(
+        dict(sorted(safetensors.torch.load_file(CK / "model.safetensors").items())), dict(sorted(state.items()))
+    )
     with safetensors.safe_open(CK / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("size, shards", [(1200, 4), ("1.2KB", 4), ("1KiB", 5), (399, 10), (10**9, 1), ("4kb", 1), ("3.99 KB", 2)])
+@pytest.mark.parametrize(
+    "size, shards", [(1200, 4), ("1.2KB", 4), ("1KiB", 5), (399, 10), (10**9, 1), ("4kb", 1), ("3.99 KB", 2)]
+)
 def test_shards(size, shards):
     names = save(tensors(10), max_shard_size=size)
     if shards == 1:
