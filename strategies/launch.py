@@ -6,6 +6,7 @@ outlives this process's wait for them.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import signal
@@ -93,6 +94,7 @@ def call(function: Callable[..., Any], *args: Any, processes: int, start_method:
             return job.wait()
         finally:
             job.end()
+            del store  # not to live on in a traceback: a rank forked later would wait for its threads in vain
 
 
 def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None,
@@ -341,6 +343,7 @@ class _InRank:
 
     def __call__(self, *args: Any) -> Any:
         if self.forked:
+            gc.freeze()  # what was garbage in the parent may hold threads and sockets that are not this process's
             torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here, and waiting for them hangs
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -38,6 +39,7 @@ from ..strategies import environment
 from ..strategies import world as worlds
 
 _SHOW_STACKS = signal.SIGQUIT  # sent to a rank that hangs; faulthandler then writes where each thread stands
+_NOTICED_LATE = 0.2  # seconds between a rank's death, of which its peers hear at once, and our noticing it
 
 
 class RankFailed(Exception):
@@ -110,6 +112,7 @@ class _Outcome:
     value: Any = None
     summary: str = ""
     details: str = ""
+    died: bool = False
 
 
 class _Job:
@@ -143,21 +146,29 @@ class _Job:
     def wait(self, patience: float) -> None:
         """Until every rank has reported; raises for the first that did not report well."""
         deadline = time.monotonic() + self.timeout
-        failed, pause = None, 0.001
+        failed: dict[int, float] = {}  # when each failure was noticed
+        pause = 0.001
         while len(self.outcomes) < self.ranks and time.monotonic() < deadline:
             for rank in sorted(set(range(self.ranks)) - set(self.outcomes)):
                 outcome = self._look(rank)
                 if outcome is not None:
                     self.outcomes[rank] = outcome
-                if outcome is not None and not outcome.ok and failed is None:
-                    failed, deadline = rank, min(deadline, time.monotonic() + patience)
+                if outcome is not None and not outcome.ok:
+                    failed[rank] = time.monotonic()
+                    deadline = min(deadline, failed[rank] + max(patience, _NOTICED_LATE))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
-        if failed is None and len(self.outcomes) < self.ranks:
-            failed = self._hung()
-        if failed is not None:
-            raise self._error(failed)
+        if failed:
+            raise self._error(self._first(failed))
+        if len(self.outcomes) < self.ranks:
+            raise self._error(self._hung())
         self.outcomes = dict(sorted(self.outcomes.items()))
+
+    def _first(self, failed: dict[int, float]) -> int:
+        """The one noticed first; but a rank that died without a word did so before those that missed it reported."""
+        soon = min(failed.values()) + _NOTICED_LATE
+        died = [rank for rank, moment in failed.items() if self.outcomes[rank].died and moment <= soon]
+        return min(died or failed, key=failed.__getitem__)
 
     def kill(self) -> None:
         """End and reap every rank with all that it started (each is a process group of its own)."""
@@ -183,7 +194,7 @@ class _Job:
             how = f"exited with code {state.si_status} before it returned"
         else:
             how = f"was killed by {signal.Signals(state.si_status).name}"
-        return _Outcome(ok=False, summary=how)
+        return _Outcome(ok=False, summary=how, died=True)
 
     def _hung(self) -> int:
         late = sorted(set(range(self.ranks)) - set(self.outcomes))
@@ -212,6 +223,7 @@ class _Job:
 def _be_rank(job: _Job, rank: int, reading: int) -> None:
     """The whole life of a forked rank; never returns."""
     try:
+        gc.freeze()  # garbage of the parent may hold threads and sockets that this process does not have
         os.close(job.release)
         os.setpgid(0, 0)  # here and in the parent: whoever comes first, a signal to the group arrives
         _die_with_parent()

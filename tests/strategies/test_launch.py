@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -324,6 +325,31 @@ def test_D2_a_failing_call_names_the_rank_and_keeps_the_cause(failing):
     assert caught.value.rank == failing and 'raise ValueError("boom")' in caught.value.traceback
     assert isinstance(caught.value.__cause__, ValueError)
     assert multiprocessing.active_children() == []
+
+
+def test_what_a_failed_call_leaves_behind_does_not_harm_the_next():
+    """The failed call's store, kept by a traceback in a cycle, must not be destroyed in a rank forked later."""
+    def fails():
+        set_up()
+        raise ValueError("boom")
+
+    def collects():
+        set_up()
+        gc.collect()
+        return "alive"
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            try:
+                launch.call(fails, processes=2)
+            except launch.LaunchError as error:
+                cycle = [error]
+                cycle.append(cycle)
+                del cycle
+            assert launch.call(collects, processes=2) == ["alive", "alive"]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("end", "code", "how"), [
