@@ -35,8 +35,8 @@ class ModelCheckpoint(Callback):
 
     ``filename`` is a template, "{epoch}-{step}-{val_loss:.2f}", that becomes "epoch=2-step=300-val_loss=0.12"
     (``auto_insert_metric_name=False`` leaves the names out). A name that is taken gets "-v1", "-v2", … unless
-    ``enable_version_counter=False``, which replaces what lies there. ``save_on_exception`` saves when the fit raises; it
-    does so in runs of one process, since other ranks may be waiting elsewhere.
+    ``enable_version_counter=False``, which replaces what lies there. ``save_on_exception`` saves when the fit raises,
+    in runs of one process: other ranks may be waiting elsewhere.
 
     A checkpoint is removed only when the one that comes in its place is on the disk, and only if this callback wrote
     it. Raises TypeError or ValueError for bad arguments, and ValueError naming the logged metrics where ``monitor``
@@ -72,7 +72,7 @@ class ModelCheckpoint(Callback):
         check_whole("every_n_epochs", every_n_epochs, least=0)
         check_choice("save_last", save_last, (None, False, True, "link"))
         self._monitored = None if monitor is None else Monitored(monitor, mode, owner=type(self).__name__)
-        self._rank = self._monitored and self._monitored.rank
+        self._rank = self._monitored.rank if self._monitored is not None else None
         self.dirpath = None if dirpath is None else folder(dirpath)
         self.auto_insert_metric_name = auto_insert_metric_name
         self._template = self._made(filename)
@@ -175,7 +175,7 @@ class ModelCheckpoint(Callback):
         self._passed = self._step // self._every_steps if self._every_steps else 0
         if trainer.is_global_zero:
             discard(self._kept.doomed)  # a crash may have come just before this
-        resumed = trainer.session.checkpoint is not None and self.dirpath.is_dir()
+        resumed = trainer.session.checkpoint is not None and self.dirpath is not None and self.dirpath.is_dir()
         self._found = set(os.listdir(self.dirpath)) if resumed else set()
         if self.save_on_train_epoch_end is False and self._every_epochs and not validates(trainer):
             warnings.warn(

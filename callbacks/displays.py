@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import warnings
 from time import monotonic
 from typing import Any, Iterable, Mapping, TextIO
 
@@ -119,7 +120,8 @@ class Lines(Display):
         self._counters.pop(key, None)
 
     def alive(self) -> None:
-        title = next((counter[0] for counter in reversed(self._counters.values())), "Preparing")
+        open_ones = list(self._counters.values())  # the other thread may open one just now
+        title = open_ones[-1][0] if open_ones else "Preparing"
         self._print(f"{title}: no batch has ended for {self.silent_for():.0f} s. Last: {self._last or 'nothing'}")
 
     def silent_for(self) -> float:
@@ -175,8 +177,12 @@ def _brief(value: float) -> str:
 
 def _bar_class() -> Any:
     """Return tqdm's class for a terminal or a notebook, without the thread that it would start."""
+    from tqdm.std import TqdmExperimentalWarning
+
     if in_notebook():
-        from tqdm.autonotebook import tqdm
+        with warnings.catch_warnings():  # that the choice is an experiment
+            warnings.simplefilter("ignore", TqdmExperimentalWarning)
+            from tqdm.autonotebook import tqdm
     else:
         from tqdm.std import tqdm
     return type("Bar", (tqdm,), {"monitor_interval": 0})

@@ -78,7 +78,7 @@ class Profiler(Callback):
             self.tool = Functions(row_limit or 30)
         else:
             defaults = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
-            options = {name: value for name, value in switches.items() if value is not None}
+            options: dict[str, Any] = {name: value for name, value in switches.items() if value is not None}
             options["schedule_option"] = {n: defaults[n] if v is None else v for n, v in schedule.items()}
             self.tool = Operators(options, row_limit or 20, sort_by)
         for name, function in self.tool.hooks.items():  # each kind listens only to what it needs

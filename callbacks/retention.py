@@ -20,7 +20,7 @@ class Kept:
     last: str | None = None  # kept beside them: what the link "last" points to, or what a crash left
     best: str | None = None
     best_score: float | None = None
-    new: str | None = None  # the checkpoint whose coming ...
+    new: str = ""  # the checkpoint whose coming ...
     doomed: dict[str, float] = field(default_factory=dict)  # ... lets these go
 
     def admit(self, score: float, *, limit: int, rank: Callable[[float], float] | None, last: bool) -> Kept | None:
@@ -46,12 +46,10 @@ class Kept:
     def named(self, path: str) -> Kept:
         """Return the same with the new one called ``path``; one of that name is replaced."""
 
-        def name(old: str | None) -> str | None:
-            return path if old == "" else old
-
-        scores = {name(old): score for old, score in self.scores.items()}
+        scores = {old or path: score for old, score in self.scores.items()}
         doomed = {old: score for old, score in self.doomed.items() if old != path}
-        return replace(self, scores=scores, last=name(self.last), best=name(self.best), new=path, doomed=doomed)
+        last, best = (path if old == "" else old for old in (self.last, self.best))
+        return replace(self, scores=scores, last=last, best=best, new=path, doomed=doomed)
 
     def found(self, folder: str, here: str) -> Kept:
         """Return what of this is on the disk and ours, for a run that saved into ``folder`` and goes on in ``here``.
@@ -62,8 +60,8 @@ class Kept:
         if folder != here and os.path.isdir(folder):
             return Kept(best=self.best, best_score=self.best_score)
 
-        def moved(path: str | None) -> str | None:
-            return path and os.path.join(here, os.path.basename(path))
+        def moved(path: str) -> str:
+            return os.path.join(here, os.path.basename(path))
 
         def there(scores: dict[str, float]) -> dict[str, float]:
             return {moved(path): score for path, score in scores.items() if complete(moved(path))}
@@ -72,7 +70,8 @@ class Kept:
         if self.new and not complete(moved(self.new)):
             scores, doomed = {**doomed, **scores}, {}
         last = moved(self.last) if self.last and complete(moved(self.last)) else None
-        return Kept(scores, last, moved(self.best), self.best_score, None, doomed)
+        best = moved(self.best) if self.best else None
+        return Kept(scores, last, best, self.best_score, "", doomed)
 
 
 def worst(scores: dict[str, float], rank: Callable[[float], float] | None) -> str:

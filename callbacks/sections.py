@@ -29,7 +29,7 @@ class Sections:
         self.batches = 0
         self.end = Callback()  # hears events after everybody else
         self.end.priority = LAST
-        self.end.on_train_batch_end = self._after_batch  # type: ignore[method-assign]
+        self.end.on_train_batch_end = self._after_batch  # type: ignore[method-assign,assignment]
         self.end.on_validation_end = self._mark("waiting for data")  # type: ignore[method-assign]
         self.end.on_train_epoch_end = self._mark("other")  # type: ignore[method-assign]
         self._wrapped: list[tuple[Any, str, Any]] = []

@@ -173,7 +173,7 @@ def test_L4_lines_in_a_file(tmp_path):
     lines = text.decode().splitlines()
     for epoch in (1, 2):
         (line,) = [line for line in lines if line.startswith(f"Epoch {epoch}/2: 200/200, ")]
-        assert f"step {200 * epoch}" in line and "loss=0.25" in line
+        assert f"step {200 * epoch}, " in line and " left, " in line and "loss=0.25" in line
 
 
 def lines_of(progress, model=None, train=None, **options):
