@@ -7,13 +7,14 @@ import os
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from .base import AFTER_MODULE, Callback
 from .checks import check_choice, check_whole
 from .durations import Deadline, DurationLike, seconds
 from .filenames import Template, folder
 from .monitored import Monitored, epoch_over, validates
+from .rescue import rescue
 from .retention import Kept, discard, point, worst, written_by
 
 _DEFAULT_NAME = "checkpoint-{step:06d}"
@@ -73,7 +74,7 @@ class ModelCheckpoint(Callback):
         check_choice("save_last", save_last, (None, False, True, "link"))
         self._monitored = None if monitor is None else Monitored(monitor, mode, owner=type(self).__name__)
         self._rank = self._monitored.rank if self._monitored is not None else None
-        self.dirpath = None if dirpath is None else folder(dirpath)
+        self.dirpath = self._given = None if dirpath is None else folder(dirpath)
         self.auto_insert_metric_name = auto_insert_metric_name
         self._template = self._made(filename)
         self._uses = tuple(n for n in {monitor, *self._template.names} if n is not None and n not in _COUNTERS)
@@ -86,6 +87,9 @@ class ModelCheckpoint(Callback):
         self._interval = None if interval is None else seconds(interval, name="train_time_interval")
         unset = every_n_train_steps is None and train_time_interval is None
         self._every_epochs = int(unset) if every_n_epochs is None else every_n_epochs
+        self._begin()
+
+    def _begin(self) -> None:
         self._deadline = Deadline()
         self._kept = self._planned = Kept()
         self._step = self._saved_step = self._passed = 0  # optimizer steps: seen last, saved last; intervals passed
@@ -93,6 +97,8 @@ class ModelCheckpoint(Callback):
         self._waiting = False  # a save is due and waits for its metric
         self._fitting = self._validated = False
         self._found: set[str] = set()  # names in the folder when an interrupted run goes on
+        if self._monitored is not None:
+            self._monitored.used = -1
 
     # What was saved
 
@@ -161,13 +167,16 @@ class ModelCheckpoint(Callback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        self.dirpath = self.dirpath or folder(trainer.log_dir) / "checkpoints"
+        self.dirpath = self._given or folder(trainer.log_dir) / "checkpoints"
         last = self.dirpath / self.CHECKPOINT_NAME_LAST
         if self.save_last and last.exists() and not last.is_symlink():
             raise ValueError(
                 f"Expected a link or nothing at {last}. Received: a file or folder. "
                 "Move it away, or set save_last=False."
             )
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._begin()  # a second fit is another run; one that goes on gets its state after this
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._fitting, self._validated = True, False
@@ -215,7 +224,7 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self.save_on_exception and self._fitting and trainer.global_step != self._saved_step:
             path = self._free(trainer, _counters(trainer), agreed=False)
-            _try(trainer, lambda: self._write(trainer, replace(self._kept, last=path, new=path, doomed={})))
+            rescue(trainer, lambda: self._write(trainer, replace(self._kept, last=path, new=path, doomed={})))
         self._fitting = False
 
     # Decisions
@@ -330,21 +339,8 @@ class OnExceptionCheckpoint(Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if trainer.session.stage == "fit":
             path = self.dirpath / self._template.render(_counters(trainer))
-            _try(trainer, lambda: trainer.save_checkpoint(path))
+            rescue(trainer, lambda: trainer.save_checkpoint(path))
 
 
 def _counters(trainer: Any) -> dict[str, Any]:
     return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-
-
-def _try(trainer: Any, save: Callable[[], Any]) -> None:
-    """Save after an exception, which must neither be hidden nor wait for ranks that do not come."""
-    if trainer.world_size > 1:
-        reason = f"one of {trainer.world_size} ranks failed and a checkpoint takes all of them"
-    else:
-        try:
-            save()
-            return
-        except Exception as error:
-            reason = str(error)
-    warnings.warn(f"Expected to save a checkpoint after the exception. Received: {reason}.", stacklevel=2)

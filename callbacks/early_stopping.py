@@ -48,8 +48,11 @@ class EarlyStopping(Callback):
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
+        self._begin()
+
+    def _begin(self) -> None:
         self.best_score = self._monitored.worst
-        self.wait_count, self.stopped_epoch = 0, -1
+        self.wait_count, self.stopped_epoch, self._monitored.used = 0, -1, -1
         self._fitting = self._validated = False
 
     @property
@@ -63,6 +66,9 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_score, self.wait_count = state_dict["best_score"], state_dict["wait_count"]
         self.stopped_epoch, self._monitored.used = state_dict["stopped_epoch"], state_dict["used"]
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._begin()  # a second fit is another run; one that goes on gets its state after this
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._fitting, self._validated = True, False

@@ -38,7 +38,7 @@ class LearningRateMonitor(Callback):
         self._batches = math.inf  # in this epoch
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        named = list(self._named_groups(trainer))
+        self.lrs, named = {}, list(self._named_groups(trainer))
         self._by_step = [(name, group) for name, group, interval in named if interval == "step"]
         self._by_epoch = [(name, group) for name, group, interval in named if interval == "epoch"]
         self._sampled, self._batches = trainer.global_step, trainer.num_training_batches

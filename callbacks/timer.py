@@ -54,7 +54,7 @@ class Timer(Callback):
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._clock, self._over = trainer.progress.seconds, False
+        self._clock, self._over, self._deadline = trainer.progress.seconds, False, Deadline()
         self._begin("train")
         self._stop_if_over(trainer)
 

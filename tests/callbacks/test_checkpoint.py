@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from drivetrain import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from drivetrain.callbacks import checkpoint
 from drivetrain.strategies.checkpoint import Checkpoint, complete
 from drivetrain.tests import distributed
@@ -245,6 +245,23 @@ def test_what_it_did_not_write_is_left_alone(tmp_path):
     assert list(second.best_k_models.values()) == [3]
 
 
+def test_a_second_fit_is_another_run(tmp_path):
+    callback = ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = quiet(callbacks=[callback])
+    for value in (1.0, 2.0):
+        trainer.fit(Line([value]), loader(4), loader(1))
+        assert callback.best_model_score == value
+    assert names(tmp_path) == ["checkpoint-000004", "checkpoint-000004-v1"]
+
+
+def test_a_callback_in_two_trainers_saves_into_each_ones_folder():
+    callback = ModelCheckpoint()
+    for _ in range(2):
+        trainer = fitted(callback)
+        assert Path(callback.best_model_path).parent == Path(trainer.log_dir).absolute() / "checkpoints"
+    assert trainer.run_id == "run-0002"
+
+
 def test_weights_only(tmp_path):
     fitted(ModelCheckpoint(tmp_path, save_weights_only=True))
     opened = Checkpoint.open(tmp_path / "checkpoint-000004")
@@ -449,6 +466,40 @@ def killing_at(number, function):
         function(*arguments)
 
     return call
+
+
+class Wave(Line):
+    """Its validation loss goes up and down with the step."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", math.sin(1.7 * self.global_step))
+
+
+def waved(folder, *, kill_at=None, **options):
+    """What callbacks hold at the end of 4 epochs of 6 steps, validated every 2, killed after a batch if asked for."""
+
+    def kill(trainer, module, outputs, batch, batch_idx):
+        if trainer.progress.batches == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    best = ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=3, every_n_train_steps=3, save_last=True)
+    newest = ModelCheckpoint(folder / "newest", "{epoch}-{step}", save_top_k=2, every_n_epochs=1)
+    stopping, killer = EarlyStopping("val_loss", patience=50), LambdaCallback(on_train_batch_end=kill)
+    killer.priority = 1000
+    trainer = quiet(callbacks=[stopping, best, newest, killer], max_epochs=4, val_check_interval=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Wave(), loader(6), loader(1), **options)
+    kept = [{Path(path).name: value for path, value in c.best_k_models.items()} for c in (best, newest)]
+    return kept, Path(best.best_model_path).name, stopping.state_dict(), names(folder / "best"), names(folder / "newest")
+
+
+@pytest.mark.parametrize("batch", [5, 6, 9, 13, 14, 22])
+def test_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, batch):
+    expected = waved(tmp_path / "whole")
+    with pytest.raises(distributed.RankFailed, match="killed by SIGKILL"):
+        distributed.run(lambda rank: waved(tmp_path / "killed", kill_at=batch), 1)
+    assert waved(tmp_path / "killed", ckpt_path="last") == expected
 
 
 def test_a_failing_save_does_not_hide_the_exception(tmp_path):

@@ -110,6 +110,14 @@ def test_goes_on_after_an_interruption(tmp_path):
     assert (second.wait_count, second.best_score) == (3, 1)
 
 
+def test_a_second_fit_begins_anew():
+    callback = EarlyStopping("val_loss", patience=1)
+    trainer = quiet(callbacks=[callback], max_epochs=3)
+    for values, epochs in (([1, 2, 3], 2), ([3, 2, 1], 3)):
+        trainer.fit(Line(values), loader(4), loader(1))
+        assert trainer.global_step == 4 * epochs
+
+
 def test_verbose(capfd):
     fitted(EarlyStopping("val_loss", patience=1, verbose=True), [1, 2])
     assert "did not improve in 1 checks" in capfd.readouterr().out
