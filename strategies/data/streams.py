@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from ..random import derive, mix, seed_all
-from .fetch import WORKERS, Workers, pinned, pins, settle, tell_epoch
+from .fetch import WORKERS, Workers, collating, pinned, pins, settle, tell_epoch
 from .position import Position
 from .samplers import NOTHING, Layout, Share, cut
 
@@ -101,7 +101,7 @@ class Reader:
 
     def begin(self, start: Start) -> None:
         """Go to where an iteration begins; what the one before left unread is forgotten."""
-        self.layout, self.key = start.layout, start.key
+        self.layout, self.key, self._collate = start.layout, start.key, collating(self.collate_fn)
         self._head: list = []
         tell_epoch(self.dataset, start.epoch)
         seed_all(derive(start.key, START))
@@ -130,7 +130,7 @@ class Reader:
         content = share.content
         if len(chunk) < self.layout.stride and self.batched:
             content = [copy.copy(sample) for sample in content]  # the same one may be there twice
-        return Piece(self.collate_fn(content), share._replace(content=None), place)
+        return Piece(self._collate(content), share._replace(content=None), place)
 
     def _chunk(self) -> list:
         """The samples of the next global batch, each rank's part drawn from a random state that its place names."""
