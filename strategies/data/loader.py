@@ -185,7 +185,7 @@ class DataLoaderShard(DataLoader):
         """Let the next iteration continue exactly there, at any world size. TypeError, ValueError for another dict."""
         place = Position.from_state(state)
         length = self._known(lambda: len(self.data))
-        if place.length != length:
+        if None not in (place.length, length) and place.length != length:
             log.warning("The position is that of an epoch of %s samples; now it has %s. Some are repeated or missed.",
                         place.length, length)  # fmt: skip
         if place.seed != self.seed:
