@@ -210,6 +210,7 @@ def _described(kind: tuple) -> str:
 
 def _join(world: World, leaves: list[Tensor], rows: list[list[int]] | None = None) -> list[Tensor]:
     """Each leaf of all ranks along dimension 0; of the same shapes on all, of which `rows[rank][leaf]` are kept."""
+    everyones: list[Sequence[Tensor]]
     if len(leaves) > 1 and sum(leaf.nbytes for leaf in leaves) < _PACKED and len({leaf.device for leaf in leaves}) == 1:
         everyones = [_unpack(buffer, leaves) for buffer in world.all_gather(_pack(leaves))]
     else:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _DEFAULT_PORT = 29500  # torchrun's, and what most examples export
 _LOCALHOST = "127.0.0.1"
@@ -74,10 +76,8 @@ def text(name: str, default: str | None = None) -> str | None:
 
     A name without a known prefix stands for `DRIVETRAIN_<name>` and then `ACCELERATE_<name>`.
     """
-    for candidate in _candidates(name):
-        if os.environ.get(candidate):
-            return os.environ[candidate]
-    return default
+    candidates = (name,) if name.startswith(_PREFIXES) else (f"DRIVETRAIN_{name}", f"ACCELERATE_{name}")
+    return next((os.environ[one] for one in candidates if os.environ.get(one)), default)
 
 
 def flag(name: str, default: bool = False) -> bool:
@@ -133,7 +133,7 @@ class _Variables:
         self.sources: dict[str, str] = {}
 
     def has(self, *names: str) -> bool:
-        return all(self.environ.get(name) for name in names)
+        return all(map(self.environ.get, names))
 
     def first(self, value: str, names: tuple[str, ...]) -> str | None:
         for name in names:
@@ -143,8 +143,7 @@ class _Variables:
         return None
 
     def number(self, value: str, names: tuple[str, ...]) -> int | None:
-        found = self.first(value, names)
-        return None if found is None else _integer(self.sources[value], found)
+        return None if (found := self.first(value, names)) is None else _integer(self.sources[value], found)
 
 
 def _all(*names: str) -> Callable[[_Variables], bool]:
@@ -159,8 +158,10 @@ def _slurm(variables: _Variables) -> bool:
     step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get("SLURM_STEPID") or ""
     if variables.has("SLURM_PTY_PORT") or (step.isdigit() and int(step) >= 0xFFFFFFF0):
         return False  # `srun --pty`, and the special steps: interactive, batch, extern
-    if variables.has("SLURM_TASK_PID") and not step:
-        return False  # a batch script that calls python without srun: SLURM counts tasks that nobody has started
+    if variables.has("SLURM_TASK_PID") and not step:  # a batch script that calls python without srun
+        if variables.environ.get("SLURM_NTASKS", "1") != "1":
+            warnings.warn("SLURM has allotted several tasks, and started only this process. Use srun.", stacklevel=4)
+        return False
     if variables.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return variables.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # `srun python` typed into that shell
     return True
@@ -200,7 +201,7 @@ _LAUNCHERS = (
 
 def _placement(launcher: str, columns: Mapping[str, tuple[str, ...]], variables: _Variables) -> Placement:
     found = {value: variables.number(value, names) for value, names in columns.items()}
-    values = {value: number for value, number in found.items() if number is not None}
+    values: dict[str, Any] = {value: number for value, number in found.items() if number is not None}
     complete = {"slurm": _complete_slurm, "xla": _complete_xla}.get(launcher)
     if complete is not None:
         complete(values, variables)
@@ -238,18 +239,17 @@ def _complete_xla(values: dict[str, int], variables: _Variables) -> None:
     values["rank"] = values.get("node_rank", 0) * local + values["local_rank"]
 
 
-def _main(variables: _Variables, known: Placement) -> dict[str, str | int]:
+def _main(variables: _Variables, known: Placement) -> dict[str, Any]:
     """Address and port of rank 0: as exported, else from what the launcher tells of hosts and job."""
     port = variables.number("main_port", ("MASTER_PORT",))
     address = variables.first("main_address", ("MASTER_ADDR",))
     if address is None:
         address = _LOCALHOST if known.num_nodes == 1 else _first_host(variables, known)
-    if port is None:
-        job = variables.first("main_port", ("SLURM_JOB_ID", "LSB_JOBID")) if known.launched else None
-        step = variables.environ.get("SLURM_STEP_ID") or "0"
-        digits = [int(number) for number in (job, step) if number is not None and number.isdigit()]
+    if port is None and known.launched and (job := variables.first("main_port", ("SLURM_JOB_ID", "LSB_JOBID"))):
+        digits = [int(found) for found in (job, variables.environ.get("SLURM_STEP_ID", "")) if found.isdigit()]
         # Every rank has to come to the same port, and two jobs on one node to two; below the ephemeral range.
-        port = 15000 + sum(digits) % 10000 if job else _DEFAULT_PORT
+        port = 15000 + sum(digits) % 10000
+    port = _DEFAULT_PORT if port is None else port
     return {"main_address": address, "main_port": port}
 
 
@@ -281,10 +281,6 @@ def _check(rank: int, size: int, sources: Mapping[str, str]) -> None:
             f"Expected a rank from 0 to the number of processes less one. Received: {sources.get('rank')}={rank}, "
             f"{sources.get('size')}={size}. Unset both to run one process, or start all of them with one launcher."
         )
-
-
-def _candidates(name: str) -> tuple[str, ...]:
-    return (name,) if name.startswith(_PREFIXES) else (f"DRIVETRAIN_{name}", f"ACCELERATE_{name}")
 
 
 def _integer(name: str, value: str) -> int:

@@ -228,11 +228,11 @@ def _patience_kept() -> Iterator[None]:
         usual = PATIENCE if death_sig is None else 30
         close(self, death_sig, usual if timeout is None else timeout)
 
-    PContext.close = close_in_time
+    setattr(PContext, "close", close_in_time)
     try:
         yield
     finally:
-        PContext.close = close
+        setattr(PContext, "close", close)
 
 
 def _endpoint(nodes: int, node_rank: int, address: str | None, port: int | None) -> dict[str, Any]:
@@ -385,10 +385,10 @@ def _check_start_method(start_method: str) -> None:
     if start_method != "fork":
         return
     accelerator = torch.accelerator.current_accelerator()
-    backend = getattr(torch, accelerator.type, None) if accelerator is not None else None
-    if backend is not None and getattr(backend, "is_initialized", lambda: False)():
+    name = "" if accelerator is None else accelerator.type
+    if getattr(getattr(torch, name, None), "is_initialized", lambda: False)():
         raise RuntimeError(
-            f"Expected {accelerator.type} untouched before ranks are forked. Received: it is initialised in this "
+            f"Expected {name} untouched before ranks are forked. Received: it is initialised in this "
             "process. Restart the notebook and use the device only inside the function, or use start_method='spawn'."
         )
     if dist.is_initialized():

@@ -216,8 +216,9 @@ def _move(item: Any, device: torch.device | str | int, non_blocking: bool) -> An
 
 def _like(mapping: Mapping, items: dict) -> Any:
     """A mapping of the same type; a defaultdict keeps its factory."""
+    kind: Any = type(mapping)
     factory = getattr(mapping, "default_factory", None)
-    return type(mapping)(factory, items) if factory is not None else type(mapping)(items)
+    return kind(factory, items) if factory is not None else kind(items)
 
 
 def _is_half(leaf: Any) -> bool:

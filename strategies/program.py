@@ -50,5 +50,5 @@ def _target(started: list[str]) -> tuple[list[str], bool]:
     if spec is not None and spec.name != "__main__":
         name = spec.name.removesuffix(".__main__")
         return ["-m", name], [part.removesuffix(".__main__") for part in started] == ["-m", name]
-    path = Path(main.__file__ if spec is None else sys.argv[0])  # else a folder or an archive with a __main__
+    path = Path(str(main.__file__) if spec is None else sys.argv[0])  # else a folder or an archive with a __main__
     return [str(path.absolute())], len(started) == 1 and Path(started[0]).name == path.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 from drivetrain.strategies import environment
@@ -81,7 +82,10 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_S3_detection(name):
     environ, right = TABLE[name]
-    found = detect(environ)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = detect(environ)
+    assert [str(one.message)[-9:] for one in caught] == (["Use srun."] if name == "sbatch_without_srun" else [])
     assert (found.launcher, found.launched, found.rank, found.size, found.local_rank, found.local_size,
             found.node_rank, found.num_nodes) == right
 
