@@ -35,6 +35,7 @@ class Workload:
 
 WORKLOADS = [
     Workload("Trainer, bare", "raw_bare", "trainer_bare", 1.08),
+    Workload("  with a fused optimizer", "raw_bare", "trainer_fused", float("inf")),
     Workload("Trainer, everything on", "raw_bare", "trainer_everything", 1.12),
     Workload("  the same by hand", "raw_bare", "raw_everything", float("inf")),
     Workload("Trainer, accumulation + clipping + scheduler", "raw_accumulation", "trainer_accumulation", 1.10, 1000),
@@ -54,8 +55,7 @@ class Contender:
         down, up = os.pipe(), os.pipe()
         screen, terminal = pty.openpty()  # bars are drawn as they are for a person
         command = [sys.executable, str(HERE / "workloads.py"), name, str(steps), str(down[0]), str(up[1])]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, pass_fds=(down[0], up[1]), env=environment, stdout=terminal,
+        self.process = subprocess.Popen(command, pass_fds=(down[0], up[1]), env=environment(), stdout=terminal,
                                         stderr=terminal, stdin=subprocess.DEVNULL)  # fmt: skip
         for descriptor in (down[0], up[1], terminal):
             os.close(descriptor)
@@ -114,9 +114,14 @@ def measure_import(workload: Workload, rounds: int) -> tuple[list[float], list[f
     return times[workload.base][1:], times[workload.contender][1:]
 
 
+def environment() -> dict[str, str]:
+    """Return this process's environment with one torch thread, and with compiled modules kept as they usually are."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def cpu_of_child(command: list[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, env=environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

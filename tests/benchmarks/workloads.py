@@ -169,7 +169,7 @@ def raw_loader() -> None:
 # drivetrain
 
 
-def classifier(logs: int = 0, *, bar: bool = False):
+def classifier(logs: int = 0, *, bar: bool = False, fused: bool | None = None):
     """Return a module around the same network that logs its loss under ``logs`` names."""
     from drivetrain import TrainModule
 
@@ -189,7 +189,7 @@ def classifier(logs: int = 0, *, bar: bool = False):
             return loss
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
 
     return Classifier()
 
@@ -205,6 +205,10 @@ def trainer(**options):
 
 def trainer_bare() -> None:
     trainer().fit(classifier(), loader())
+
+
+def trainer_fused() -> None:
+    trainer().fit(classifier(fused=True), loader())
 
 
 def trainer_everything() -> None:
