@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import warnings
@@ -45,6 +46,8 @@ class Bars(Display):
         self._stream, self._position, self._leave = stream, position, leave
         self._bars: dict[str, Any] = {}
         self._kind = _bar_class()
+        known = in_notebook() or _knows_its_size(stream)
+        self._size: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
         self._shown = monotonic()
 
     def open(self, key: str, title: str, total: int | None, done: int) -> None:
@@ -56,7 +59,7 @@ class Bars(Display):
             nested = key == "evaluate" and "train" in self._bars
             bar = self._bars[key] = self._kind(
                 total=total, initial=done, desc=title, position=self._position + nested, leave=not nested,
-                file=self._stream, dynamic_ncols=True, mininterval=0, miniters=1,
+                file=self._stream, mininterval=0, miniters=1, **self._size,
             )  # fmt: skip
         else:
             bar.set_description_str(title, refresh=False)
@@ -112,7 +115,7 @@ class Lines(Display):
         title, total, since, first = self._counters[key]
         rate = (done - first) / max(monotonic() - since, 1e-9)
         count = f"{done}" if total is None else f"{done}/{total}"
-        speed = f"{rate:.3g}/s" if rate >= 1 or not rate else f"{1 / rate:.3g} s each"
+        speed = f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.3g} s each"
         self._last = f"{title}: {', '.join([count, speed, *notes])}"
         self._print(self._last)
 
@@ -173,6 +176,13 @@ def clock(seconds: float) -> str:
 def _brief(value: float) -> str:
     whole = math.isfinite(value) and value == int(value) and abs(value) < 1e9
     return str(int(value)) if whole else f"{value:.4g}"
+
+
+def _knows_its_size(terminal: TextIO) -> bool:
+    try:
+        return all(os.get_terminal_size(terminal.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _bar_class() -> Any:

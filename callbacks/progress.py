@@ -120,6 +120,8 @@ class Progress(Callback):
     # Evaluation
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if self._training and isinstance(self._display, Bars):
+            self._draw_training(trainer, final=True)  # so that the time of the validation slows no batches
         self._open_evaluation(trainer)
 
     def on_validation_batch_end(
