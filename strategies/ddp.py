@@ -104,7 +104,7 @@ class DDPStrategy(Strategy):
         if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         devices = None if self.device.index is None else [self.device.index]
-        replica = Replica(model, device_ids=devices, **self.settings.to_dict())
+        replica = Replica(model, device_ids=devices, **self.settings.to_kwargs())
         self.settings.register_comm_hook(replica)
         self._replicas.add(replica)
         return replica
