@@ -115,7 +115,7 @@ class Lines(Display):
         title, total, since, first = self._counters[key]
         rate = (done - first) / max(monotonic() - since, 1e-9)
         count = f"{done}" if total is None else f"{done}/{total}"
-        speed = f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.3g} s each"
+        speed = f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"
         self._last = f"{title}: {', '.join([count, speed, *notes])}"
         self._print(self._last)
 
