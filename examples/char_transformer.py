@@ -56,10 +56,6 @@ class CharTransformer(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=codes.device)
         return self.scores(self.layers(x, mask=mask, is_causal=True))
 
-    def loss(self, pieces: Tensor) -> Tensor:
-        """Return the mean cross entropy of predicting each next character."""
-        return F.cross_entropy(self(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
-
     @torch.no_grad()
     def write(self, start: str = "def ", count: int = 300) -> str:
         """Return ``start`` and what the model writes after it."""
@@ -68,6 +64,11 @@ class CharTransformer(nn.Module):
             chances = self(codes[:, -self.length :])[:, -1].div(0.7).softmax(-1)
             codes = torch.cat([codes, chances.multinomial(1)], 1)
         return "".join(CHARACTERS[code] for code in codes[0].tolist())
+
+
+def next_character_loss(model: nn.Module, pieces: Tensor) -> Tensor:
+    """Return the mean cross entropy of predicting each next character of (batch, length + 1) codes."""
+    return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -82,7 +83,7 @@ class Writer(TrainModule):
         self.model = CharTransformer()
 
     def training_step(self, batch, batch_idx):
-        loss = self.model.loss(batch)
+        loss = next_character_loss(self.model, batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 

@@ -8,7 +8,8 @@ It would run as it is on several processes (`torchrun --nproc-per-node 2 ...`) a
 from __future__ import annotations
 
 import torch
-from char_transformer import BATCH, CLIP, EPOCHS, LEARNING_RATE, SEED, CharTransformer, StandardLibrary, one_cycle
+from char_transformer import BATCH, CLIP, EPOCHS, LEARNING_RATE, SEED
+from char_transformer import CharTransformer, StandardLibrary, next_character_loss, one_cycle
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Accelerator
@@ -28,7 +29,7 @@ def main(data: Dataset | None = None, epochs: int = EPOCHS) -> CharTransformer:
         for pieces in loader:
             with accelerator.accumulate(model):
                 with accelerator.autocast():
-                    loss = accelerator.unwrap_model(model).loss(pieces)
+                    loss = next_character_loss(model, pieces)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), CLIP)

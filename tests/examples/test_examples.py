@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
+from drivetrain.tests.distributed import run
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
 
@@ -41,12 +43,23 @@ def test_transformer_is_the_same_by_hand_and_with_the_trainer(example):
     assert any(not torch.equal(ours[name], start[name]) for name in ours)
 
 
+def test_transformer_by_hand_on_two_processes(example):
+    with_trainer, by_hand = example("char_transformer"), example("char_transformer_raw")
+    data = Subset(with_trainer.StandardLibrary(characters=50_000), range(128))
+
+    def train(rank: int) -> list[float]:
+        return [p.double().sum().item() for p in by_hand.main(data, epochs=1).parameters()]
+
+    first, second = run(train, 2)
+    assert first == second != [p.double().sum().item() for p in by_hand.main(data, epochs=1).parameters()]
+
+
 def test_transformer_learns_and_writes(example):
     module = example("char_transformer")
     data = module.StandardLibrary(characters=60_000)
     model = module.main(data, max_epochs=3, **QUIET).eval()
     pieces = torch.stack([data[index] for index in range(32)])
-    assert model.loss(pieces).item() < 3.1  # evenly guessed: ln 96 = 4.56
+    assert module.next_character_loss(model, pieces).item() < 3.1  # evenly guessed: ln 96 = 4.56
     text = model.write("def ", count=20)
     assert text.startswith("def ") and len(text) == 24
 
