@@ -110,10 +110,19 @@ def _check_launched(plan: Plan, size: int, placement: Placement) -> None:
 
 
 def _refuse_beside_accelerator(given: dict[str, Any]) -> None:
-    defaults = {"strategy": "auto", "devices": "auto", "num_nodes": 1, "precision": "32", "seed": None, "sync_batchnorm": False}
+    defaults = {
+        "strategy": "auto",
+        "devices": "auto",
+        "num_nodes": 1,
+        "precision": "32",
+        "seed": None,
+        "sync_batchnorm": False,
+    }
     both = {name: given[name] for name, default in defaults.items() if given[name] != default}
     if both:
-        raise ValueError(f"Expected an Accelerator to decide where and how to run. Received beside it: {both}. Pass these to Accelerator.")
+        raise ValueError(
+            f"Expected an Accelerator to decide where and how to run. Received beside it: {both}. Pass these to Accelerator."
+        )
 
 
 def _device_type(accelerator: str) -> str:
@@ -141,17 +150,23 @@ def _count(devices: Any, kind: str) -> tuple[int, list[int] | None]:
     if isinstance(devices, (list, tuple)) and devices and all(isinstance(d, int) for d in devices):
         return len(devices), list(devices)
     if not isinstance(devices, int) or isinstance(devices, bool) or devices == 0 or devices < -1:
-        raise ValueError(f'Expected a number of devices, a list of indices, or "auto". Received: devices={devices!r}. Use e.g. devices=2.')
+        raise ValueError(
+            f'Expected a number of devices, a list of indices, or "auto". Received: devices={devices!r}. Use e.g. devices=2.'
+        )
     devices = present if devices == -1 else devices
     if kind != "cpu" and devices > present:
-        raise ValueError(f"Expected at most {present} devices, those that are here. Received: devices={devices}. Use fewer.")
+        raise ValueError(
+            f"Expected at most {present} devices, those that are here. Received: devices={devices}. Use fewer."
+        )
     return devices, None
 
 
 def _precision(precision: Any) -> str:
     word = str(precision if precision is not None else "32-true")
     if word not in _PRECISIONS:
-        raise ValueError(f"Expected one of {sorted(set(_PRECISIONS.values()))}. Received: precision={precision!r}. Use one of them.")
+        raise ValueError(
+            f"Expected one of {sorted(set(_PRECISIONS.values()))}. Received: precision={precision!r}. Use one of them."
+        )
     return _PRECISIONS[word]
 
 
@@ -162,7 +177,9 @@ def _callbacks(given: dict[str, Any]) -> list[Callback]:
     callbacks = _listed(given["callbacks"])
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise TypeError(f"Expected callbacks to be Callback objects. Received: {callback!r}. Subclass drivetrain.Callback, and pass objects.")
+            raise TypeError(
+                f"Expected callbacks to be Callback objects. Received: {callback!r}. Subclass drivetrain.Callback, and pass objects."
+            )
     accumulate, clip = given["accumulate_grad_batches"], given["gradient_clip_val"]
     algorithm, time = given["gradient_clip_algorithm"] or "norm", given["max_time"]
     if accumulate != 1:
@@ -173,12 +190,24 @@ def _callbacks(given: dict[str, Any]) -> list[Callback]:
         _add(callbacks, Timer(_time(time)), "max_time", time, lambda c: c.duration)
     if given["profiler"] is not None:
         profiler = given["profiler"]
-        _add(callbacks, profiler if isinstance(profiler, Callback) else Profiler(profiler), "profiler", profiler, lambda c: vars(c).get("kind"))
+        _add(
+            callbacks,
+            profiler if isinstance(profiler, Callback) else Profiler(profiler),
+            "profiler",
+            profiler,
+            lambda c: vars(c).get("kind"),
+        )
     callbacks += _tracking(given["logger"], callbacks)
-    for name, kind in (("enable_progress_bar", Progress), ("enable_model_summary", ModelSummary), ("enable_checkpointing", ModelCheckpoint)):
+    for name, kind in (
+        ("enable_progress_bar", Progress),
+        ("enable_model_summary", ModelSummary),
+        ("enable_checkpointing", ModelCheckpoint),
+    ):
         present = any(isinstance(c, kind) for c in callbacks)
         if given[name] is False and present:
-            raise ValueError(f"Expected {name} to agree with the callbacks. Received: {name}=False and a {kind.__name__}. Drop one of them.")
+            raise ValueError(
+                f"Expected {name} to agree with the callbacks. Received: {name}=False and a {kind.__name__}. Drop one of them."
+            )
         if given[name] is not False and not present:
             callbacks.append(kind())
     return callbacks
@@ -205,7 +234,9 @@ def _tracking(logger: Any, callbacks: list[Callback]) -> list[Callback]:
     if logger is False or logger == []:
         return []
     if present:
-        raise ValueError(f"Expected trackers once. Received: logger={logger!r} and a Tracking callback. Keep one of them.")
+        raise ValueError(
+            f"Expected trackers once. Received: logger={logger!r} and a Tracking callback. Keep one of them."
+        )
     filter_trackers(logger, logging_dir="")  # unknown words and missing packages are told now
     return [Tracking(logger)]
 
@@ -237,9 +268,17 @@ def _schedule(given: dict[str, Any]) -> Schedule:
 def _interval(value: Any, every_n_epochs: int | None) -> float | int | Duration:
     if value is None:
         if every_n_epochs is None:
-            raise ValueError("Expected a number of batches. Received: check_val_every_n_epoch=None, val_check_interval=None. Set the latter.")
+            raise ValueError(
+                "Expected a number of batches. Received: check_val_every_n_epoch=None, val_check_interval=None. Set the latter."
+            )
         return 1.0
-    if isinstance(value, float) and 0.0 < value <= 1.0 or isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if (
+        isinstance(value, float)
+        and 0.0 < value <= 1.0
+        or isinstance(value, int)
+        and not isinstance(value, bool)
+        and value > 0
+    ):
         return value
     if isinstance(value, (str, timedelta, dict, Duration)):
         return Duration.parse(value, name="val_check_interval")
@@ -258,7 +297,9 @@ def _limit(given: dict[str, Any], stage: str) -> int | float | None:
         return None
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not whole and not (isinstance(value, float) and 0.0 <= value <= 1.0):
-        raise ValueError(f"Expected a number of batches or a fraction from 0.0 to 1.0. Received: {name}={value!r}. Use e.g. 10 or 0.1.")
+        raise ValueError(
+            f"Expected a number of batches or a fraction from 0.0 to 1.0. Received: {name}={value!r}. Use e.g. 10 or 0.1."
+        )
     return value
 
 
@@ -279,7 +320,11 @@ def _with_barebones(given: dict[str, Any]) -> dict[str, Any]:
     if not given["barebones"]:
         return given
     names = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
-    asked = {name: given[name] for name in (*names, "profiler") if given[name] not in (None, False) and not (name == "logger" and given[name] is True)}
+    asked = {
+        name: given[name]
+        for name in (*names, "profiler")
+        if given[name] not in (None, False) and not (name == "logger" and given[name] is True)
+    }
     if asked:
         raise ValueError(f"Expected nothing optional with barebones=True. Received: {asked}. Drop them, or barebones.")
     return given | dict.fromkeys(names, False) | {"num_sanity_val_steps": 0, "log_every_n_steps": 0}
@@ -292,7 +337,9 @@ def _listed(callbacks: Any) -> list[Callback]:
 def _time(value: Any) -> Any:
     duration = Duration.parse(value, name="max_time", unit="s")
     if duration.unit != "s":
-        raise ValueError(f'Expected a time. Received: max_time={value!r}. Use e.g. "2h", or max_epochs and max_steps for other units.')
+        raise ValueError(
+            f'Expected a time. Received: max_time={value!r}. Use e.g. "2h", or max_epochs and max_steps for other units.'
+        )
     return duration
 
 
@@ -307,4 +354,6 @@ def _number(text: str, name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f'Expected a number, a list of indices or "auto". Received: {name}={text!r}. Use e.g. 2.') from None
+        raise ValueError(
+            f'Expected a number, a list of indices or "auto". Received: {name}={text!r}. Use e.g. 2.'
+        ) from None

@@ -28,7 +28,12 @@ def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
     event, outer = _EVENT[stage], trainer.stage
     trainer.stage = stage
     try:
-        with preserved(), evaluation_mode(session, event), torch.inference_mode(trainer.inference_mode), torch.no_grad():
+        with (
+            preserved(),
+            evaluation_mode(session, event),
+            torch.inference_mode(trainer.inference_mode),
+            torch.no_grad(),
+        ):
             metrics.begin(stage, batchwise=False)
             hooks.fire(f"on_{event}_start")
             hooks.fire(f"on_{event}_epoch_start")

@@ -46,7 +46,9 @@ class Hyperparameters:
             found = init_arguments(self, frame or inspect.currentframe().f_back)  # type: ignore[union-attr]
             unknown = [name for name in args if name not in found]
             if unknown:
-                raise ValueError(f"Expected names of arguments of __init__: {sorted(found)}. Received: {unknown}. Use these names.")
+                raise ValueError(
+                    f"Expected names of arguments of __init__: {sorted(found)}. Received: {unknown}. Use these names."
+                )
             found = {name: found[name] for name in args} if args else found
         left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
         self.__dict__["_logs_hparams"] = logger

@@ -64,7 +64,9 @@ class Launcher:
         from ..strategies import launch
 
         method = self.plan.start_method or "fork"
-        answers = launch.call(_run, trainer, stage, model, source, options, processes=self.plan.processes, start_method=method)
+        answers = launch.call(
+            _run, trainer, stage, model, source, options, processes=self.plan.processes, start_method=method
+        )
         tree, packed = answers[0]
         answer = decode(tree, safetensors.load(packed))
         model.load_state_dict(answer["weights"])
@@ -78,7 +80,9 @@ class Launcher:
         return answer["result"]
 
 
-def _run(trainer: Trainer, stage: str, model: TrainModule, source: LoaderSource, options: dict[str, Any]) -> tuple[Any, bytes]:
+def _run(
+    trainer: Trainer, stage: str, model: TrainModule, source: LoaderSource, options: dict[str, Any]
+) -> tuple[Any, bytes]:
     """Run a stage in a started process and return what the parent needs, as JSON values and packed tensors."""
     trainer.launcher.later = False
     given = source.given

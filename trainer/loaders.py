@@ -12,7 +12,12 @@ from .datamodule import DataModule
 from .hooks import overrides
 from .module import TrainModule
 
-METHODS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+METHODS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
 
 
 class LoaderSource:
@@ -23,7 +28,9 @@ class LoaderSource:
         for stage, loaders in given.items():
             if isinstance(loaders, DataModule):
                 if datamodule is not None:
-                    raise ValueError("Expected one data module. Received: one as loaders and one as datamodule. Pass one.")
+                    raise ValueError(
+                        "Expected one data module. Received: one as loaders and one as datamodule. Pass one."
+                    )
                 self.datamodule, self.given = loaders, {}
         if self.datamodule is not None and any(value is not None for value in self.given.values()):
             raise ValueError("Expected loaders or a data module. Received: both. Pass one of them.")
@@ -71,7 +78,9 @@ def checked(loader: Any, stage: str) -> Any:
             f"Expected one loader to train on. Received: a {type(loader).__name__} of loaders. Join the data sets, e.g. by ConcatDataset."
         )
     if not hasattr(loader, "__iter__") or isinstance(loader, str):
-        raise TypeError(f"Expected a DataLoader for {stage}. Received: {type(loader).__name__}. Wrap the data set in a DataLoader.")
+        raise TypeError(
+            f"Expected a DataLoader for {stage}. Received: {type(loader).__name__}. Wrap the data set in a DataLoader."
+        )
     return loader
 
 
@@ -122,7 +131,9 @@ def in_order(loader: Any) -> Any:
     warnings.warn("Expected data in order to overfit. Received: shuffle=True. Shuffling is switched off.", stacklevel=2)
     names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn",
              "prefetch_factor", "persistent_workers")  # fmt: skip
-    return DataLoader(loader.dataset, sampler=SequentialSampler(loader.dataset), **{n: getattr(loader, n) for n in names})
+    return DataLoader(
+        loader.dataset, sampler=SequentialSampler(loader.dataset), **{n: getattr(loader, n) for n in names}
+    )
 
 
 def transfer_function(owner: Any, device: Any, loader_index: int) -> Any:

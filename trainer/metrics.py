@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
-_SAME_AS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum"}
+_SAME_AS = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+    min: "min",
+    max: "max",
+    sum: "sum",
+}
 _COMPACT_AT = 256
 _VALUES = ("callback", "logged", "progress_bar", "steps")
 Row = dict[str, float]
@@ -113,7 +121,6 @@ class Metrics:
         self.samples = None if batchwise else 1
         self.module.__dict__["_series"] = self.view  # past nn.Module.__setattr__, which is slow
 
-
     def series(self, name: str, options: tuple[Any, ...], add_dataloader_idx: bool) -> Series:
         """Return the series of a name, made at its first use; raises ValueError where the options contradict earlier ones."""
         several = self.loader_index is not None and add_dataloader_idx
@@ -167,7 +174,9 @@ class Metrics:
         pending, self.pending = self.pending, {}
         return pending
 
-    def _reduce(self, due: dict[str, Series], value_of: Callable[[Series], Any], step: int, *, publish: bool = True) -> Row:
+    def _reduce(
+        self, due: dict[str, Series], value_of: Callable[[Series], Any], step: int, *, publish: bool = True
+    ) -> Row:
         check_same_names([name for name, series in due.items() if not series.rank_zero_only], self.world)
         reduced = over_ranks([(name, series, *value_of(series)) for name, series in due.items()], self.world)
         row = {name: value for name, value in reduced.items() if due[name].logger}
@@ -234,7 +243,9 @@ class Metrics:
         for path, metric in self._metrics():
             states = [entry[path] for entry in saved if path in entry]
             for name in metric._defaults if states else ():
-                setattr(metric, name, _merged([s["states"][name] for s in states], metric._reductions[name], metric.device))
+                setattr(
+                    metric, name, _merged([s["states"][name] for s in states], metric._reductions[name], metric.device)
+                )
             metric._update_count = sum(s["count"] for s in states) or metric._update_count
 
 
@@ -249,7 +260,9 @@ def reduction_name(name: str, reduce_fx: Any) -> str | Callable[[Tensor], Tensor
     reduction = reduce_fx if isinstance(reduce_fx, str) else _SAME_AS.get(reduce_fx, reduce_fx)
     if reduction in _REDUCTIONS or callable(reduction):
         return reduction
-    raise ValueError(f"Expected reduce_fx to be mean, sum, min, max or a function. Received: {name}: {reduce_fx!r}. Use one of them.")
+    raise ValueError(
+        f"Expected reduce_fx to be mean, sum, min, max or a function. Received: {name}: {reduce_fx!r}. Use one of them."
+    )
 
 
 def stack(values: list[Any]) -> Tensor:
@@ -302,7 +315,9 @@ def check_scalar(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, (int, float)):
         return
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise ValueError(f"Expected one number under {name!r}. Received: {what}. Log a scalar: reduce it first, e.g. by .mean().")
+    raise ValueError(
+        f"Expected one number under {name!r}. Received: {what}. Log a scalar: reduce it first, e.g. by .mean()."
+    )
 
 
 def _step_value(series: Series) -> tuple[Any, float, str]:

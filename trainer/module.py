@@ -58,7 +58,9 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a list of them, a pair of lists (optimizers, schedulers), a dict with "optimizer" and
         "lr_scheduler", or None to train without."""
-        raise NotImplementedError(f"Expected {type(self).__name__} to have configure_optimizers. Received: none. Write one.")
+        raise NotImplementedError(
+            f"Expected {type(self).__name__} to have configure_optimizers. Received: none. Write one."
+        )
 
     def configure_model(self) -> None:
         """Build parts of the model under the strategy's ``init_context``: directly on its device, or sharded."""
@@ -173,7 +175,9 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
 
     def _new_series(self, name: str, value: Any, options: tuple, add_dataloader_idx: bool) -> Series | None:
         if self._metrics is None:
-            warnings.warn(f"Expected a trainer to log {name!r} to. Received: none. Nothing is logged outside a run.", stacklevel=3)
+            warnings.warn(
+                f"Expected a trainer to log {name!r} to. Received: none. Nothing is logged outside a run.", stacklevel=3
+            )
             return None
         if not is_metric(value):
             check_scalar(name, value)
@@ -187,7 +191,9 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     def trainer(self) -> Trainer:
         """The trainer that runs this module."""
         if self._trainer is None:
-            raise RuntimeError(f"Expected {type(self).__name__} to be in a run. Received: no trainer. Call Trainer().fit(module).")
+            raise RuntimeError(
+                f"Expected {type(self).__name__} to be in a run. Received: no trainer. Call Trainer().fit(module)."
+            )
         return self._trainer
 
     @property
@@ -247,7 +253,9 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list where there are several."""
-        optimizers = self.trainer.manual_optimizers if use_pl_optimizer else [o.optimizer for o in self.trainer.optimizers]
+        optimizers = (
+            self.trainer.manual_optimizers if use_pl_optimizer else [o.optimizer for o in self.trainer.optimizers]
+        )
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
@@ -296,7 +304,9 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     # Hyperparameters and weights
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool = True, **kwargs: Any) -> Any:
+    def load_from_checkpoint(
+        cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool = True, **kwargs: Any
+    ) -> Any:
         """Return a module built from a checkpoint's hyperparameters (``kwargs`` win) with the checkpoint's weights.
 
         Raises CheckpointError where the checkpoint is incomplete or damaged; nothing in it is executed.

@@ -76,14 +76,22 @@ def _config(given: Any) -> LRSchedulerConfig:
     known = [field.name for field in fields(LRSchedulerConfig)]
     unknown = sorted(set(given) - set(known))
     if unknown or "scheduler" not in given:
-        raise ValueError(f"Expected a scheduler's dict to hold {known}. Received: {sorted(given)}. Put the object under 'scheduler'.")
+        raise ValueError(
+            f"Expected a scheduler's dict to hold {known}. Received: {sorted(given)}. Put the object under 'scheduler'."
+        )
     config = LRSchedulerConfig(**given)
     if not (isinstance(config.scheduler, (LRScheduler, ReduceLROnPlateau)) or hasattr(config.scheduler, "step")):
-        raise TypeError(f"Expected a learning-rate scheduler. Received: {config.scheduler!r}. Use torch.optim.lr_scheduler.")
+        raise TypeError(
+            f"Expected a learning-rate scheduler. Received: {config.scheduler!r}. Use torch.optim.lr_scheduler."
+        )
     if config.interval not in ("step", "epoch"):
-        raise ValueError(f"Expected a scheduler's interval to be step or epoch. Received: interval={config.interval!r}. Use one.")
+        raise ValueError(
+            f"Expected a scheduler's interval to be step or epoch. Received: interval={config.interval!r}. Use one."
+        )
     if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ValueError(f"Expected a scheduler's frequency ≥ 1. Received: frequency={config.frequency!r}. Use a whole number.")
+        raise ValueError(
+            f"Expected a scheduler's frequency ≥ 1. Received: frequency={config.frequency!r}. Use a whole number."
+        )
     config.reduce_on_plateau = config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau)
     if config.reduce_on_plateau and config.monitor is None:
         raise ValueError(
@@ -109,4 +117,6 @@ def _check_optimizer(optimizer: Any) -> None:
             "Return an optimizer, a list of them, or a dict with 'optimizer'."
         )
     if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError("Expected an optimizer over parameters. Received: an optimizer with none. Pass self.parameters() to it.")
+        raise ValueError(
+            "Expected an optimizer over parameters. Received: an optimizer with none. Pass self.parameters() to it."
+        )

@@ -256,9 +256,13 @@ def check_module(module: Any, stage: str, source: LoaderSource) -> None:
         )
     step = _STEP.get(stage)
     if step is not None and not overrides(module, step, TrainModule):
-        raise TypeError(f"Expected {type(module).__name__} to have {step} for {stage}. Received: none. Write the method.")
+        raise TypeError(
+            f"Expected {type(module).__name__} to have {step} for {stage}. Received: none. Write the method."
+        )
     if stage == "fit" and not overrides(module, "configure_optimizers", TrainModule):
-        raise TypeError(f"Expected {type(module).__name__} to have configure_optimizers. Received: none. Write it; None trains without.")
+        raise TypeError(
+            f"Expected {type(module).__name__} to have configure_optimizers. Received: none. Write it; None trains without."
+        )
     data = "train" if stage == "fit" else stage
     if not source.has(data):
         raise ValueError(

@@ -188,7 +188,9 @@ class TrainerState:
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps that ``fit`` takes in all; math.inf where nothing limits it."""
         if self.session is None:
-            raise RuntimeError("Expected a fit. Received: none. Read estimated_stepping_batches in configure_optimizers or later.")
+            raise RuntimeError(
+                "Expected a fit. Received: none. Read estimated_stepping_batches in configure_optimizers or later."
+            )
         self.schedule.num_batches = self.num_training_batches
         return self.schedule.total_steps(self.accumulation)
 
@@ -287,7 +289,9 @@ class TrainerState:
     @property
     def trackers(self) -> list[Any]:
         """Running trackers."""
-        return [tracker for callback in self.callbacks if isinstance(callback, Tracking) for tracker in callback.trackers]
+        return [
+            tracker for callback in self.callbacks if isinstance(callback, Tracking) for tracker in callback.trackers
+        ]
 
     @property
     def loggers(self) -> list[Any]:

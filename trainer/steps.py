@@ -112,7 +112,10 @@ class AutomaticStep:
             return outputs, self.backward_options
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
             weight = outputs.get("weight")
-            return outputs["loss"], self.backward_options if weight is None else {**self.backward_options, "weight": weight}
+            return outputs["loss"], self.backward_options if weight is None else {
+                **self.backward_options,
+                "weight": weight,
+            }
         if outputs is not None:
             raise TypeError(
                 f"Expected training_step to return a 0-dim tensor, a dict with 'loss', or None. "
@@ -137,7 +140,9 @@ class ClosureStep(AutomaticStep):
         self.outputs: Any = None
 
         def closure() -> Any:
-            if self.outputs is not None:  # called again by the optimizer: start from no gradients, as the first call did
+            if (
+                self.outputs is not None
+            ):  # called again by the optimizer: start from no gradients, as the first call did
                 optimizer.zero_grad()
             with accelerator.autocast():
                 self.outputs = outputs = self.training_step(batch, index)

@@ -170,7 +170,9 @@ class Trainer(TrainerState):
         place, or the beginning where there is none yet. Raises CheckpointError for a damaged one.
         """
         if ckpt_path is not None and resume is not None and ckpt_path != resume:
-            raise ValueError(f"Expected one checkpoint. Received: ckpt_path={ckpt_path!r} and resume={resume!r}. Pass one of them.")
+            raise ValueError(
+                f"Expected one checkpoint. Received: ckpt_path={ckpt_path!r} and resume={resume!r}. Pass one of them."
+            )
         source = LoaderSource(model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule)
         path = ckpt_path if ckpt_path is not None else resume
         if self.launcher.later:
@@ -219,7 +221,9 @@ class Trainer(TrainerState):
         options = {"return_predictions": return_predictions}
         return self._evaluate("predict", model, dataloaders, datamodule, ckpt_path, options)
 
-    def _evaluate(self, stage: str, model: Any, loaders: Any, datamodule: Any, path: Any, options: dict[str, Any]) -> Any:
+    def _evaluate(
+        self, stage: str, model: Any, loaders: Any, datamodule: Any, path: Any, options: dict[str, Any]
+    ) -> Any:
         model = model if model is not None else self.module
         if model is None:
             raise ValueError(f"Expected a module to {stage}. Received: none, and nothing was fitted. Pass a module.")
@@ -238,7 +242,11 @@ class Trainer(TrainerState):
         return rows
 
     def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None, then: Callable[[], None] | None = None
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        storage_options: Any = None,
+        then: Callable[[], None] | None = None,
     ) -> bool:
         """Save the whole run (or its weights alone) as the folder ``filepath``; every rank has to call it.
 
@@ -278,7 +286,9 @@ class Trainer(TrainerState):
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Return tensors of all ranks in nested ``data``, with a new first dimension of the world's size."""
         if sync_grads:
-            raise NotImplementedError("Expected sync_grads=False. Received: True. Use torch.distributed.nn.functional.all_gather.")
+            raise NotImplementedError(
+                "Expected sync_grads=False. Received: True. Use torch.distributed.nn.functional.all_gather."
+            )
         return recursively_apply(lambda tensor: torch.stack(self.accelerator.world.all_gather(tensor)), data)
 
     def _sanity_check(self, session: Session) -> None:
@@ -304,5 +314,3 @@ class Trainer(TrainerState):
         width = max(map(len, names), default=0)
         for name in names:
             self.print(f"{stage}  {name:<{width}}  " + "  ".join(f"{row[name]:.6g}" for row in rows if name in row))
-
-
