@@ -54,8 +54,12 @@ class Contents:
         max_shard_size: int | str | None = None,
         extra: dict[str, Any] | None = None,
         weights_only: bool = False,
+        loaders: bool = True,
     ) -> None:
-        """Writes this process's files; `weights` are those of the models, `extra` is kept in training.json."""
+        """Writes this process's files; `weights` are those of the models, `extra` is kept in training.json.
+
+        With `loaders=False` somebody else keeps the places of the loaders.
+        """
         if strategy.world.rank == 0:
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             for index, state in enumerate(weights):
@@ -66,7 +70,7 @@ class Contents:
             names = parameter_names(strategy.unwrap(model) for model in self.models)
             for index, optimizer in enumerate(self.optimizers):
                 writer.state(f"optimizer-{index}", named_state(optimizer, names))
-            writer.state("training", self._shared_state(precision, extra or {}))
+            writer.state("training", self._shared_state(precision, extra or {}, loaders=loaders))
         writer.state(rank_name(strategy.world.rank), self._own_state(strategy.world))
 
     def load(
@@ -101,12 +105,12 @@ class Contents:
         self._load_own(checkpoint, strategy.world)
         return saved["extra"]
 
-    def _shared_state(self, precision: Precision, extra: dict[str, Any]) -> dict[str, Any]:
+    def _shared_state(self, precision: Precision, extra: dict[str, Any], *, loaders: bool) -> dict[str, Any]:
         return {
             "optimizers": len(self.optimizers),
             "schedulers": [unwrap_scheduler(scheduler).state_dict() for scheduler in self.schedulers],
             "precision": precision.state_dict(),
-            "loaders": [loader.state_dict() for loader in self.loaders],
+            "loaders": [loader.state_dict() for loader in self.loaders] if loaders else None,
             "objects": [obj.state_dict() for obj in self._registered(per_rank=False)],
             "extra": extra,
         }
@@ -115,7 +119,8 @@ class Contents:
         for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
             unwrap_scheduler(scheduler).load_state_dict(state)
         precision.load_state_dict(saved["precision"])
-        for loader, state in zip(self.loaders, saved["loaders"], strict=True):
+        loaders = self.loaders if saved["loaders"] is not None else []
+        for loader, state in zip(loaders, saved["loaders"] or [], strict=True):
             loader.load_state_dict(state if positions else _epoch_only(state))
         for obj, state in zip(self._registered(per_rank=False), saved["objects"], strict=True):
             obj.load_state_dict(state)
@@ -150,6 +155,8 @@ class Contents:
             "loaders": len(self.loaders),
             "objects": len(self._registered(per_rank=False)),
         }
+        if saved["loaders"] is None:
+            del here["loaders"]
         there = {key: saved[key] if isinstance(saved[key], int) else len(saved[key]) for key in here}
         if here != there:
             raise ValueError(

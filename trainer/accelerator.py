@@ -60,15 +60,6 @@ from ..strategies.settings import (
 )
 from ..strategies.state import AcceleratorState
 from ..strategies.world import World
-from .resolution import (
-    accumulation_plugin,
-    compilation_plugin,
-    handlers_by_type,
-    loader_configuration,
-    parameter_list,
-    project_configuration,
-    refuse_absent_engines,
-)
 from . import checkpoint_folders, resolution
 
 logger = logging.getLogger(__name__)
@@ -799,12 +790,14 @@ class Accelerator:
         *,
         metadata: dict[str, Any] | None = None,
         weights_only: bool = False,
+        loaders: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
         """Writes a checkpoint of everything prepared and registered, and returns its folder; call it on every process.
 
         It is written beside its place and appears there complete. Without `output_dir` it is the next numbered one in
-        the project's folder `checkpoints` (automatic naming). `metadata` goes into its manifest.
+        the project's folder `checkpoints` (automatic naming). `metadata` goes into its manifest; `loaders=False` leaves
+        the places of loaders to the caller.
 
         Raises:
             ValueError: no folder is given or configured.
@@ -819,7 +812,7 @@ class Accelerator:
             weights = [self.strategy.state_dict(model) for model in self._contents.models]
             checkpoint_folders.run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
             self.strategy.save(
-                writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only,
+                writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only, loaders=loaders,
                 extra={"iteration": config.iteration}, **save_model_func_kwargs,
             )  # fmt: skip
             described = {"strategy": self.strategy.name, "precision": self.precision.name, **(metadata or {})}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..strategies.checkpoint.format import Checkpoint, complete, newest
+from ..strategies.checkpoint.format import Checkpoint, newest
 from ..strategies.checkpoint.state import encode
 from ..strategies.checkpoint.tensors import load_weights
 
@@ -58,7 +57,9 @@ class RunState:
         for key, callback in keyed(session.callbacks).items():
             if key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][key])
-        missing = sorted(key for key, saved in state["callbacks"].items() if saved and key not in keyed(session.callbacks))
+        missing = sorted(
+            key for key, saved in state["callbacks"].items() if saved and key not in keyed(session.callbacks)
+        )
         if missing:
             logger.warning("The checkpoint holds states of callbacks that this run has not: %s.", ", ".join(missing))
         if session.datamodule is not None:
@@ -91,34 +92,57 @@ def keyed(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def find_checkpoint(trainer: Trainer, wanted: Any) -> Path | None:
-    """Return the folder that ``wanted`` means: a path, "last" (None where nothing was saved yet) or "best"."""
+    """Return the folder that ``wanted`` means: a path, "last" (None where nothing was saved yet) or "best".
+
+    The main process looks and tells the others, so that all ranks go on from the same one (collective).
+    """
     if wanted is None:
         return None
+    world, outcome = trainer.accelerator.world, None
+    if world.rank == 0:
+        try:
+            outcome = _find(trainer, wanted), None
+        except Exception as error:
+            outcome = None, error
+    found, error = world.broadcast_object(outcome)
+    if error is not None:
+        raise error
+    return found
+
+
+def _find(trainer: Trainer, wanted: Any) -> Path | None:
     if wanted == "last":
         return last_checkpoint(trainer)
     if wanted == "best":
         best = next((c.best_model_path for c in trainer.checkpoint_callbacks if c.best_model_path), None)
         if best is None:
-            raise ValueError('Expected a best checkpoint. Received: ckpt_path="best", but nothing was saved in this process. Name a path.')
+            raise ValueError(
+                'Expected a best checkpoint. Received: ckpt_path="best", but nothing was saved in this process. Name a path.'
+            )
         return Path(best)
     path = Path(wanted)
     if not path.exists():
-        raise FileNotFoundError(f'Expected a checkpoint. Received: ckpt_path={str(wanted)!r}, which is not there. Use "last" or a path.')
+        raise FileNotFoundError(
+            f'Expected a checkpoint. Received: ckpt_path={str(wanted)!r}, which is not there. Use "last" or a path.'
+        )
     return path
 
 
 def last_checkpoint(trainer: Trainer) -> Path | None:
     """Return the newest complete checkpoint in the folders that this trainer saves to, runs of earlier processes included."""
     given = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
-    runs = sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), key=lambda folder: folder.parent.name, reverse=True)
+    runs = sorted(
+        (Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"),
+        key=lambda folder: folder.parent.name,
+        reverse=True,
+    )
     for folder in [*given, *runs]:
-        last = folder / "last"
-        if last.exists() and complete(last) and not Checkpoint.open(last, verify=False).verify():
-            return last.resolve()
-        found = newest(folder) if folder.is_dir() else None
+        found = newest(folder, by="time") if folder.is_dir() else None
         if found is not None:
-            return found
-    logger.warning("No checkpoint to resume from lies in %s; the run starts from its beginning.", trainer.default_root_dir)
+            return found.resolve()
+    logger.warning(
+        "No checkpoint to resume from lies in %s; the run starts from its beginning.", trainer.default_root_dir
+    )
     return None
 
 
@@ -135,9 +159,8 @@ def restore(session: Session) -> None:
     manifest = trainer.accelerator.load_state(str(path), weights_only=only_weights, strict=strict)
     if only_weights:
         return
-    position, loader = trainer.progress.batch, session.train_loader
-    if manifest.get("world_size", trainer.world_size) != trainer.world_size and position:
-        trainer.progress.batch = math.ceil(loader.state_dict()["samples"] / loader.total_batch_size)
+    if manifest.get("world_size", trainer.world_size) != trainer.world_size:
+        trainer.progress.batch = session.train_loader.done
     logger.info("Resumed from %s at epoch %d, step %d.", path, trainer.current_epoch, trainer.global_step)
 
 
@@ -164,9 +187,13 @@ def check_hyperparameters(session: Session) -> None:
         try:
             _, tensors = encode(dict(thing.hparams), name)
         except TypeError as error:
-            raise TypeError(f"{error} Leave it out by save_hyperparameters(ignore=[...]), or save what it is made from.") from None
+            raise TypeError(
+                f"{error} Leave it out by save_hyperparameters(ignore=[...]), or save what it is made from."
+            ) from None
         if tensors:
-            raise TypeError(f"Expected hyperparameters without tensors. Received: {next(iter(tensors))}. Use register_buffer for it.")
+            raise TypeError(
+                f"Expected hyperparameters without tensors. Received: {next(iter(tensors))}. Use register_buffer for it."
+            )
 
 
 def run_of(path: Path | None) -> str | None:

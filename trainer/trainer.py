@@ -264,7 +264,7 @@ class Trainer(TrainerState):
 
     def _write(self, path: str | Path, weights_only: bool, then: Callable[[], None] | None) -> None:
         self.run_state.collect()
-        self.accelerator.save_state(path, metadata=metadata(self), weights_only=weights_only)
+        self.accelerator.save_state(path, metadata=metadata(self), weights_only=weights_only, loaders=False)
         if then is not None:
             then()
 

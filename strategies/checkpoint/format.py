@@ -127,8 +127,9 @@ class Checkpoint:
             raise CheckpointError(f"{file.path}: is damaged (its hash is wrong).")
 
 
-def newest(parent: str | Path) -> Path | None:
-    """Return the newest complete and verified checkpoint in a folder: by step, then by the time of its commit.
+def newest(parent: str | Path, *, by: str = "step") -> Path | None:
+    """Return the newest complete and verified checkpoint in a folder: by its step and then the time of its commit,
+    or by="time" alone, which is right where several runs, or one that went back, saved into the folder.
 
     A damaged one is named in a warning, and the one before it is taken. Hidden folders are unfinished saves and do not
     count; a link such as `last` counts as what it points to.
@@ -142,7 +143,7 @@ def newest(parent: str | Path) -> Path | None:
         contents = _contents(entry)
         if contents is not None:
             real = Path(os.path.realpath(entry))
-            step = -1 if contents.get("step") is None else contents["step"]
+            step = -1 if contents.get("step") is None or by == "time" else contents["step"]
             found[real] = (step, contents["time"], real if entry.is_symlink() else entry)
     for _, _, directory in sorted(found.values(), reverse=True):
         try:

@@ -117,6 +117,11 @@ class DataLoaderShard(DataLoader):
         self._ranks.even = even
 
     @property
+    def done(self) -> int:
+        """This rank's batches of the epoch before the place where the next iteration begins."""
+        return self._before(self._next_place())
+
+    @property
     def counted(self) -> bool:
         """Whether `samples` is the size of a batch: not where the data set makes batches itself (batch_size=None)."""
         return isinstance(self.data, StreamData) or self.data.plan.kind != "keys"
@@ -234,9 +239,12 @@ class DataLoaderShard(DataLoader):
         return steps if fewest is None else min(steps, max(fewest - place.batches, 0))
 
     def _before(self, place: Position) -> int:
-        """This rank's batches before a place, which another number of ranks, or nobody, may have counted."""
-        size, counted = self.total_batch_size, place.batches > 0 and place.world_size == self.world.size
-        return place.batches if counted or size is None else -(-place.samples // size)
+        """This rank's batches before a place, which another number of ranks may have counted."""
+        if place.world_size == self.world.size:
+            return place.batches
+        if self.total_batch_size is not None:
+            return -(-place.samples // self.total_batch_size)
+        return -(-place.batches * place.world_size // self.world.size)
 
     def _known_steps(self, place: Position) -> int | None:
         return self._known(lambda: self._steps(place))

@@ -291,3 +291,12 @@ def test_last_finds_the_newest_checkpoint_and_begins_anew_without_one(tmp_path):
     assert second.seen == whole.seen[2:]
     assert torch.equal(second.layer.weight, whole.layer.weight)
     assert run.run_id == "run-0001"
+
+
+def test_validation_loaders_may_come_and_go_between_runs(tmp_path):
+    first, second = Validated(), Validated()
+    quiet(max_epochs=2, callbacks=[Stop(tmp_path / "c", 0, 2)]).fit(first, loader(12))
+    trainer = quiet(max_epochs=1)
+    trainer.fit(second, loader(12), [loader(4), loader(2)], ckpt_path=tmp_path / "c")
+    assert first.seen + second.seen == [[i, i + 1] for i in range(0, 12, 2)]
+    assert trainer.callback_metrics["mean/dataloader_idx_0"] == 1.5
