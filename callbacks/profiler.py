@@ -6,8 +6,9 @@ import cProfile
 import io
 import pstats
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from ..strategies.settings import ProfileKwargs
 from .base import Callback
@@ -71,21 +72,23 @@ class Profiler(Callback):
         for name, least in (("wait", 0), ("warmup", 0), ("active", 1), ("repeat", 0), ("row_limit", 1)):
             check_whole(name, everything[name], least=least)
         self.dirpath, self.filename = None if dirpath is None else folder(dirpath), filename or f"profile-{self.kind}"
-        self.tool: Sections | Operators | Functions
+        self.tool: Sections | Operators | Functions | None = None
+        self._make: Callable[[], Sections | Operators | Functions]
         if self.kind == "simple":
-            self.tool = Sections()
+            self._make = partial(Sections)
         elif self.kind == "cprofile":
-            self.tool = Functions(row_limit or 30)
+            self._make = partial(Functions, row_limit or 30)
         else:
             defaults = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
             options: dict[str, Any] = {name: value for name, value in switches.items() if value is not None}
             options["schedule_option"] = {n: defaults[n] if v is None else v for n, v in schedule.items()}
-            self.tool = Operators(options, row_limit or 20, sort_by)
-        for name, function in self.tool.hooks.items():  # each kind listens only to what it needs
-            setattr(self, name, function)
+            self._make = partial(Operators, options, row_limit or 20, sort_by)
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage == "fit":
+            self.tool = self._make()  # here: what it holds cannot go to spawned processes
+            for event, function in self.tool.hooks.items():  # each kind listens only to what it needs
+                setattr(self, event, function)
             name = self.filename + (f"-rank{trainer.global_rank}" if trainer.global_rank else "")
             self.tool.open(trainer, module, (self.dirpath or folder(trainer.log_dir)) / name)
             self.tool.end.on_train_end = lambda trainer, module: self._finish(trainer)  # type: ignore[method-assign]
@@ -95,10 +98,11 @@ class Profiler(Callback):
         self._finish(trainer)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self.tool.close()
+        if self.tool is not None:
+            self.tool.close()
 
     def _finish(self, trainer: Any) -> None:
-        report = self.tool.stop()
+        report = self.tool.stop() if self.tool is not None else ""
         if report:
             trainer.print(report)
 

@@ -63,6 +63,13 @@ class DDPStrategy(Strategy):
         self._manual: Replica | None = None
         self._replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes to processes that are started with this strategy: the options, not what runs here."""
+        return {**self.__dict__, "_replicas": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _replicas=weakref.WeakSet())
+
     # Environment
 
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
