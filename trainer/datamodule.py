@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class DataModule(Hyperparameters):
     """Loaders for ``fit``, ``validate``, ``test`` and ``predict`` in one object; override what you need.
 
-    Order of calls: ``prepare_data`` (main process of each node), ``setup(stage)`` (every process), the loaders, ``teardown(stage)``.
-    A ``state_dict`` goes into checkpoints.
+    Order of calls: ``prepare_data`` (main process of each node), ``setup(stage)`` (every process), the loaders,
+    ``teardown(stage)``. A ``state_dict`` goes into checkpoints.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ _EVENT = {"validate": "validation", "sanity_check": "validation", "test": "test"
 def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
     """Run a stage over its loaders and return one row of metrics per loader ("predict": an empty list).
 
-    ``stage`` is "validate", "sanity_check", "test" or "predict". Modes of all submodules, random states and gradients are
-    afterwards as they were before. Outputs of "predict" are collected in ``session.predictions``.
+    ``stage`` is "validate", "sanity_check", "test" or "predict". Modes of all submodules, random states and
+    gradients are afterwards as they were before. Outputs of "predict" are collected in ``session.predictions``.
     """
     trainer, hooks, metrics = session.trainer, session.hooks, session.metrics
     event, outer = _EVENT[stage], trainer.stage
@@ -96,9 +96,9 @@ def _reduced(session: Session, stage: str) -> list[dict[str, float]]:
     metrics, step = session.metrics, session.trainer.global_step
     if stage == "predict":
         return []
-    sane = stage != "sanity_check"
-    row = metrics.reduce_epoch(stage, step, publish=sane)
-    if sane:
+    published = stage != "sanity_check"
+    row = metrics.reduce_epoch(stage, step, publish=published)
+    if published:
         row |= metrics.take_pending()
         if row:
             session.hooks.fire("on_log", row, step)

@@ -17,10 +17,11 @@ APART = ("on_train_batch_end", "on_train_epoch_end")
 
 
 class Hooks:
-    """One tuple of functions per event: callbacks' overridden methods by (priority, position), then the module's, then late ones.
+    """One tuple of functions per event: callbacks' overridden methods, then the module's, then late callbacks'.
 
-    Those of callbacks are already bound to the trainer and the module. The order is the same on every rank. After a training
-    batch and epoch something comes before the late ones (a row is reduced and logged), so they stand apart, in ``late``.
+    Callbacks come by (priority, position), already bound to the trainer and the module; the order is the same on every
+    rank. After a training batch and epoch something comes before the late ones (a row is reduced and logged), so they
+    stand apart, in ``late``.
     """
 
     def __init__(self, trainer: Any, module: TrainModule, callbacks: Sequence[Callback]) -> None:
@@ -56,7 +57,10 @@ def overrides(thing: Any, name: str, base: type) -> bool:
 
 
 def fitting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``function``, or one that drops trailing arguments that it does not take (``dataloader_idx``, ``batch_idx``)."""
+    """Return ``function``, or one that drops trailing arguments that it does not take.
+
+    Those may be ``batch_idx`` and ``dataloader_idx``.
+    """
     if "_batch_" not in name and name not in STEPS:
         return function
     kinds = [p.kind for p in inspect.signature(function).parameters.values()]

@@ -36,9 +36,10 @@ class Hyperparameters:
     def save_hyperparameters(
         self, *args: Any, ignore: str | Sequence[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Record the arguments of ``__init__`` (or those named, or a given dict) as ``hparams``; call it in ``__init__``.
+        """Record the arguments of ``__init__`` (or those named, or a given dict) as ``hparams``.
 
-        ``ignore`` leaves names out; ``logger=False`` keeps them from the trackers. Raises ValueError for a name that is no argument.
+        Call it in ``__init__``. ``ignore`` leaves names out; ``logger=False`` keeps them from the trackers. Raises
+        ValueError for a name that is no argument.
         """
         if len(args) == 1 and isinstance(args[0], Mapping):
             found = dict(args[0])

@@ -5,12 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from safetensors import torch as safetensors
-
-from ..strategies.checkpoint.state import decode, encode
-from ..strategies.settings import DataLoaderConfiguration, GradientAccumulationPlugin
+from ..strategies.environment import detect
 from ..strategies.world import World
-from .accelerator import Accelerator
 from .metrics import Metrics
 
 if TYPE_CHECKING:
@@ -25,20 +21,26 @@ def make_accelerator(plan: Plan) -> Any:
     """Return the plan's Accelerator, or a new one with the Trainer's (exact) semantics."""
     if plan.accelerator is not None:
         return plan.accelerator
+    from ..strategies.settings import DataLoaderConfiguration, GradientAccumulationPlugin
+    from .accelerator import Accelerator  # here, so that importing the Trainer costs little
+
+    options = dict(plan.options)
+    if plan.devices is not None:
+        options["device"] = plan.devices[detect().local_rank]
     return Accelerator(
         dataloader_config=DataLoaderConfiguration(split_last_batch=True, shard=plan.shards),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, scale_last_window=True),
         step_scheduler_with_optimizer=False,
-        **plan.options,
+        **options,
     )
 
 
 class Launcher:
     """Decides, when a Trainer is made, where its processes come from.
 
-    Launched processes (torchrun, SLURM, ...) must be as many as asked for. A script is started again at once, and this process ends
-    with its exit code. Elsewhere (a notebook, a test, a prompt, or by a strategy like "ddp_spawn") each ``fit`` starts processes of its own:
-    ``later`` is true, and weights and results come back from rank 0.
+    Launched processes (torchrun, SLURM, ...) must be as many as asked for. A script is started again at once, and this
+    process ends with its exit code. Elsewhere (a notebook, a test, a prompt, or by a strategy like "ddp_spawn") each
+    ``fit`` starts processes of its own: ``later`` is true, and weights and results come back from rank 0.
     """
 
     def __init__(self, plan: Plan, placement: Placement) -> None:
@@ -61,7 +63,10 @@ class Launcher:
 
     def call(self, trainer: Trainer, stage: str, model: TrainModule, source: LoaderSource, **options: Any) -> Any:
         """Run a stage in processes of its own; bring back weights, counters, metrics, callbacks' states and results."""
+        from safetensors import torch as safetensors
+
         from ..strategies import launch
+        from ..strategies.checkpoint.state import decode
 
         method = self.plan.start_method or "fork"
         answers = launch.call(
@@ -84,6 +89,10 @@ def _run(
     trainer: Trainer, stage: str, model: TrainModule, source: LoaderSource, options: dict[str, Any]
 ) -> tuple[Any, bytes]:
     """Run a stage in a started process and return what the parent needs, as JSON values and packed tensors."""
+    from safetensors import torch as safetensors
+
+    from ..strategies.checkpoint.state import encode
+
     trainer.launcher.later = False
     given = source.given
     loaders = (given.get("train"), given.get("validate")) if stage == "fit" else (given.get(stage),)

@@ -27,11 +27,9 @@ class LoaderSource:
         self.module, self.given, self.datamodule = module, dict(given), datamodule
         for stage, loaders in given.items():
             if isinstance(loaders, DataModule):
-                if datamodule is not None:
-                    raise ValueError(
-                        "Expected one data module. Received: one as loaders and one as datamodule. Pass one."
-                    )
-                self.datamodule, self.given = loaders, {}
+                if self.datamodule is not None:
+                    raise ValueError("Expected one data module. Received: two (as loaders or datamodule). Pass one.")
+                self.datamodule, self.given[stage] = loaders, None
         if self.datamodule is not None and any(value is not None for value in self.given.values()):
             raise ValueError("Expected loaders or a data module. Received: both. Pass one of them.")
 
@@ -47,7 +45,10 @@ class LoaderSource:
         return getattr(owner, METHODS[stage])() if owner is not None else None
 
     def transfer_owner(self) -> Any:
-        """Return the object whose batch-transfer hooks count: the data module where it overrides one, else the module."""
+        """Return the object whose batch-transfer hooks count, or None where nobody overrides one.
+
+        That is the data module where it overrides one, else the module.
+        """
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         for thing, base in ((self.datamodule, DataModule), (self.module, TrainModule)):
             if thing is not None and any(overrides(thing, name, base) for name in names):
@@ -75,7 +76,8 @@ def checked(loader: Any, stage: str) -> Any:
     """Return ``loader`` if it is one; raises TypeError saying what it is otherwise."""
     if isinstance(loader, (list, tuple, Mapping)):
         raise TypeError(
-            f"Expected one loader to train on. Received: a {type(loader).__name__} of loaders. Join the data sets, e.g. by ConcatDataset."
+            f"Expected one loader to train on. Received: a {type(loader).__name__} of loaders. "
+            "Join the data sets, e.g. by ConcatDataset."
         )
     if not hasattr(loader, "__iter__") or isinstance(loader, str):
         raise TypeError(
@@ -89,8 +91,8 @@ def prepared(loader: Any, stage: str, *, accelerator: Any, limit: int | float | 
     training = stage == "train"
     if not training and isinstance(getattr(loader, "sampler", None), RandomSampler):
         warnings.warn(
-            f"Expected data in order in {METHODS[stage]}. Received: shuffle=True, which costs time and changes the order of "
-            "predictions. Use shuffle=False.",
+            f"Expected data in order in {METHODS[stage]}. Received: shuffle=True, which costs time and changes "
+            "the order of predictions. Use shuffle=False.",
             stacklevel=2,
         )
     loader = accelerator.prepare_data_loader(loader)
@@ -109,7 +111,8 @@ def number_of_batches(loader: Any, limit: int | float | None, stage: str) -> int
     total = length(loader)
     if math.isinf(total):
         raise ValueError(
-            f"Expected a number of batches to limit a loader without a length. Received: limit_{stage}_batches={limit}. Use a whole number."
+            "Expected a number of batches to limit a loader without a length. "
+            f"Received: limit_{'val' if stage == 'validate' else stage}_batches={limit}. Use a whole number."
         )
     return max(1, int(total * limit)) if limit else 0
 

@@ -20,8 +20,9 @@
         on_train_epoch_end;  the epoch's means, on_log;  plateau schedulers;  on_train_epoch_end of late callbacks
     on_train_end
 
-In manual optimization ``training_step`` does what stands between ``autocast`` and the edge; each ``optimizer.step()`` fires
-``on_before_optimizer_step`` and counts as a step. A run that was interrupted goes on at the very place that its counters name.
+In manual optimization ``training_step`` does what stands between ``autocast`` and the edge; each ``optimizer.step()``
+fires ``on_before_optimizer_step`` and counts as a step. A run that was interrupted goes on at the very place that its
+counters name.
 """
 
 from __future__ import annotations
@@ -137,7 +138,10 @@ class FitLoop:
         self.metrics.begin("train", batchwise=True)
 
     def finished(self) -> bool:
-        """Tell whether a limit is reached, or a wish to stop can be granted; all ranks agree (clocks and wishes differ)."""
+        """Tell whether a limit is reached, or a wish to stop can be granted; all ranks agree.
+
+        They have to, as their clocks and wishes differ.
+        """
         finished = self._schedule.finished(self.progress, wish=self.trainer.should_stop)
         return finished if self._alone else self._world.agree(finished)
 

@@ -6,15 +6,14 @@ Nothing here reads a tensor's value or talks to another rank while a step runs. 
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import TYPE_CHECKING, Any, Callable
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from ..strategies.world import World
+from .reduction import Row, check_same_names, over_ranks, stack
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -31,14 +30,15 @@ _SAME_AS = {
 }
 _COMPACT_AT = 256
 _VALUES = ("callback", "logged", "progress_bar", "steps")
-Row = dict[str, float]
 
 
 class Series:
     """The values that were logged under one name in one stage."""
 
-    __slots__ = ("name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduction", "sync", "rank_zero_only",
-                 "metric", "last", "last_weight", "values", "weights", "total", "weight", "fresh", "touched")  # fmt: skip
+    __slots__ = (
+        "name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduction", "sync", "rank_zero_only",
+        "metric", "last", "last_weight", "values", "weights", "total", "weight", "fresh", "touched",
+    )  # fmt: skip
 
     def __init__(self, name: str, options: tuple[Any, ...], *, on_step: bool, on_epoch: bool) -> None:
         prog_bar, logger, _, _, reduce_fx, sync_dist, rank_zero_only = options
@@ -95,8 +95,8 @@ class Series:
 class Metrics:
     """All series of a run, by stage, and the last reduced value of each name.
 
-    ``callback``, ``logged`` and ``progress_bar`` map names to floats that are the same on every rank; ``steps`` maps a name to the
-    ``global_step`` at which it was last reduced.
+    ``callback``, ``logged`` and ``progress_bar`` map names to floats that are the same on every rank; ``steps`` maps a
+    name to the ``global_step`` at which it was last reduced.
     """
 
     def __init__(self, world: World, module: nn.Module) -> None:
@@ -122,7 +122,10 @@ class Metrics:
         self.module.__dict__["_series"] = self.view  # past nn.Module.__setattr__, which is slow
 
     def series(self, name: str, options: tuple[Any, ...], add_dataloader_idx: bool) -> Series:
-        """Return the series of a name, made at its first use; raises ValueError where the options contradict earlier ones."""
+        """Return the series of a name, made at its first use.
+
+        Raises ValueError where the options contradict each other or earlier ones.
+        """
         several = self.loader_index is not None and add_dataloader_idx
         full = f"{name}/dataloader_idx_{self.loader_index}" if several else name
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only = options
@@ -139,8 +142,9 @@ class Metrics:
         known = self.table(self.stage).setdefault(full, series)
         if known.key() != series.key():
             raise ValueError(
-                f"Expected one set of options for {name!r} in {self.stage}. Received: {series.key()} after {known.key()} "
-                "(prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only). Log it under another name."
+                f"Expected one set of options for {name!r} in {self.stage}. Received: {series.key()} after "
+                f"{known.key()} (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only). "
+                "Log it under another name."
             )
         known.options = options
         self.view[name] = known
@@ -159,7 +163,10 @@ class Metrics:
         return row
 
     def reduce_epoch(self, stage: str, step: int, *, clear: bool = True, publish: bool = True) -> Row:
-        """Reduce an epoch's values over its batches and all ranks and return those meant for the trackers (collective)."""
+        """Reduce an epoch's values over its batches and all ranks (collective).
+
+        Returns those meant for the trackers; ``publish=False`` leaves the last reduced values as they are.
+        """
         due = [s for s in self.table(stage).values() if s.on_epoch and (s.touched or s.total is not None)]
         names = {f"{s.name}_epoch" if s.on_step else s.name: s for s in due}
         row = self._reduce(names, self._epoch_value, step, publish=publish)
@@ -201,7 +208,7 @@ class Metrics:
         return (0.0, 0.0, series.reduction) if series.total is None else (series.total, series.weight, series.reduction)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last reduced values and, one entry a rank, what the unfinished epoch has collected (collective)."""
+        """Return the last reduced values and what the unfinished epoch has collected, one entry a rank (collective)."""
         series = {}
         for name, s in self.table("train").items():
             if s.on_epoch and s.metric is None and isinstance(s.reduction, str):
@@ -265,51 +272,6 @@ def reduction_name(name: str, reduce_fx: Any) -> str | Callable[[Tensor], Tensor
     )
 
 
-def stack(values: list[Any]) -> Tensor:
-    """Return scalars (tensors or numbers) as one float64 vector (float32 where the device has no float64)."""
-    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    if all(isinstance(v, Tensor) for v in values) and len({v.dtype for v in values}) == 1:
-        return torch.stack([v.reshape(()) for v in values]).to(dtype)
-    return torch.stack([torch.as_tensor(v, dtype=dtype, device=device).reshape(()) for v in values])
-
-
-def over_ranks(local: list[tuple[str, Series, Any, float, str]], world: World) -> Row:
-    """Return name → value over all ranks of rows (name, series, value, weight, reduction)."""
-    tensors = [value for _, _, value, _, _ in local if isinstance(value, Tensor)]
-    numbers = iter(stack(tensors).tolist() if tensors else ())
-    rows = [(n, s, next(numbers) if isinstance(v, Tensor) else float(v), w, kind) for n, s, v, w, kind in local]
-    if world.size == 1:
-        return {name: _finish(value, weight, kind) for name, _, value, weight, kind in rows}
-    shared = [row for row in rows if not row[1].rank_zero_only and row[4] != "same"]
-    totals = iter(_all_reduce(shared, world))
-    result = {}
-    for row in rows:
-        name, series, value, weight, kind = row
-        if row in shared:
-            value, weight = next(totals)
-        if not series.rank_zero_only or world.rank == 0:
-            result[name] = _finish(value, weight, kind)
-    return result
-
-
-def check_same_names(names: list[str], world: World) -> None:
-    """Raise ValueError on every rank, naming keys and ranks, unless all ranks hold the same names in the same order."""
-    if world.size == 1:
-        return
-    digest = xxhash.xxh3_64_intdigest("\n".join(names).encode()) >> 2
-    low, high = world.all_reduce(torch.tensor([-digest, digest], device=_device(world)), op="max").tolist()
-    if -low == high:
-        return
-    keys = world.gather_object(names)
-    everywhere = set(keys[0]).intersection(*keys[1:])
-    odd = {f"rank {rank}": sorted(set(mine) - everywhere) for rank, mine in enumerate(keys)}
-    raise ValueError(
-        f"Expected every rank to log the same names in the same order. Received: only on {odd}; on all ranks {sorted(everywhere)}. "
-        "Log the name on every rank, or with rank_zero_only=True."
-    )
-
-
 def check_scalar(name: str, value: Any) -> None:
     """Raise unless a logged value is one number."""
     if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, (int, float)):
@@ -328,34 +290,6 @@ def _step_value(series: Series) -> tuple[Any, float, str]:
         check_scalar(series.name, value)
     kind = series.reduction if isinstance(series.reduction, str) else "mean"
     return (value * weight, weight, kind) if kind == "mean" else (value, weight, kind)
-
-
-def _finish(value: float, weight: float, kind: str) -> float:
-    if weight == 0 and kind != "sum":
-        return math.nan
-    return value / weight if kind == "mean" else value
-
-
-def _all_reduce(rows: list[tuple[str, Series, float, float, str]], world: World) -> list[tuple[float, float]]:
-    """Return (value, weight) over all ranks; a rank without values, or unsynced and not the first, counts nothing."""
-    if not rows:
-        return []
-    sums, highs = [], []
-    for _, series, value, weight, kind in rows:
-        counts = weight > 0 and (series.sync or world.rank == 0)
-        sums += [value, weight] if counts else [0.0, 0.0]
-        highs.append((-value if kind == "min" else value) if counts else -math.inf)
-    sums = world.all_reduce(torch.tensor(sums, dtype=torch.float64, device=_device(world)), op="sum").tolist()
-    highs = world.all_reduce(torch.tensor(highs, dtype=torch.float64, device=_device(world)), op="max").tolist()
-    extremes = {"min": -1.0, "max": 1.0}
-    return [
-        (highs[i] * extremes[kind] if kind in extremes else sums[2 * i], sums[2 * i + 1])
-        for i, (_, _, _, _, kind) in enumerate(rows)
-    ]
-
-
-def _device(world: World) -> torch.device:
-    return torch.device("cpu") if world.backend in (None, "gloo") else world.device
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

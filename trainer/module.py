@@ -24,10 +24,10 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     """A model and what to do with it; override ``training_step`` and ``configure_optimizers``, and what else you need.
 
-    A step gets ``(batch, batch_idx)``, evaluation steps also ``dataloader_idx`` where there are several loaders; arguments that a
-    step does not take are not passed. ``training_step`` returns the loss (a 0-dim tensor), or a dict with "loss" and, for losses
-    that are means over a varying number of items (tokens), "weight": that number. Every hook of ``Callback`` can be a
-    method here, without the arguments ``trainer`` and ``module``.
+    A step gets ``(batch, batch_idx)``, evaluation steps also ``dataloader_idx`` where there are several loaders;
+    arguments that a step does not take are not passed. ``training_step`` returns the loss (a 0-dim tensor), or a dict
+    with "loss" and, for losses that are means over a varying number of items (tokens), "weight": that number. Every
+    hook of ``Callback`` can be a method here, without the arguments ``trainer`` and ``module``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     # To override
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the loss of a batch: a 0-dim tensor, or a dict with "loss" (and "weight"), or None to skip the batch."""
+        """Return the loss of a batch: a 0-dim tensor, a dict with "loss" (and "weight"), or None to skip the batch."""
         raise NotImplementedError(f"Expected {type(self).__name__} to have a training_step. Received: none. Write one.")
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -144,9 +144,9 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
         """Record a number, a 0-dim tensor or a torchmetrics object under ``name``.
 
         In training batches the value of the current step is logged every ``log_every_n_steps`` steps (``on_step``); in
-        evaluation, and in hooks that are not about one batch, the mean over the epoch (``on_epoch``), weighted by ``batch_size`` (by
-        default the number of samples that the loader put into the batch). Values are reduced over all ranks;
-        ``sync_dist=False`` takes rank 0's. Raises ValueError for anything that is not one number.
+        evaluation, and in hooks that are not about one batch, the mean over the epoch (``on_epoch``), weighted by
+        ``batch_size`` (by default the number of samples that the loader put into the batch). Values are reduced over
+        all ranks; ``sync_dist=False`` takes rank 0's. Raises ValueError for anything that is not one number.
         """
         series = self._series.get(name) if self._series is not None else None
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only)
@@ -332,7 +332,7 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
 def _unknown_weight(series: Series) -> int:
     if series.on_epoch and series.reduction == "mean" and series.metric is None:
         raise ValueError(
-            f"Expected to know how many samples the mean {series.name!r} is over. Received: a batch that the data set made itself "
-            f"(batch_size=None). Do self.log({series.name!r}, value, batch_size=n)."
+            f"Expected to know how many samples the mean {series.name!r} is over. Received: a batch that the data set "
+            f"made itself (batch_size=None). Do self.log({series.name!r}, value, batch_size=n)."
         )
     return 1

@@ -1,4 +1,4 @@
-"""The hooks of a module: the events of a callback without the arguments ``trainer`` and ``module``, and some of its own."""
+"""The hooks of a module: a callback's without the arguments ``trainer`` and ``module``, and some of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what ``configure_optimizers`` returns to optimizers and schedulers, and the optimizer that manual steps are counted on."""
+"""From what ``configure_optimizers`` returns to optimizers and schedulers; optimizers with counted manual steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 @dataclass
 class LRSchedulerConfig:
-    """When a scheduler steps: every ``frequency``-th "step" or "epoch", with the metric ``monitor`` where it needs one."""
+    """When a scheduler steps: every ``frequency``-th "step" or "epoch"; with the metric ``monitor`` if it needs one."""
 
     scheduler: Any
     name: str | None = None
@@ -23,7 +23,7 @@ class LRSchedulerConfig:
 
 
 class ManualOptimizer:
-    """What ``self.optimizers()`` returns in manual optimization: the optimizer, whose steps are counted and announced."""
+    """What ``self.optimizers()`` returns in manual optimization: an optimizer whose steps are counted and announced."""
 
     def __init__(self, optimizer: Any, step: Callable[..., Any]) -> None:
         self.optimizer = optimizer
@@ -40,8 +40,8 @@ class ManualOptimizer:
 def parse(returned: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return the optimizers and scheduler configurations in what ``configure_optimizers`` returned.
 
-    Accepts None, an optimizer, a list of optimizers, a pair of lists, a dict with "optimizer" and "lr_scheduler", or a list of
-    such dicts. Raises TypeError or ValueError saying what it found.
+    Accepts None, an optimizer, a list of optimizers, a pair of lists, a dict with "optimizer" and "lr_scheduler", or a
+    list of such dicts. Raises TypeError or ValueError saying what it found.
     """
     if returned is None:
         return [], []
@@ -105,8 +105,8 @@ def _check_keys(entry: Mapping[str, Any]) -> None:
     unknown = sorted(set(entry) - {"optimizer", "lr_scheduler", "monitor"})
     if unknown or "optimizer" not in entry:
         raise ValueError(
-            f"Expected configure_optimizers to return the keys optimizer, lr_scheduler, monitor. Received: {sorted(entry)}. "
-            "Put the optimizer under 'optimizer'."
+            "Expected configure_optimizers to return the keys optimizer, lr_scheduler, monitor. "
+            f"Received: {sorted(entry)}. Put the optimizer under 'optimizer'."
         )
 
 

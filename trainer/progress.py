@@ -13,8 +13,9 @@ from ..callbacks.durations import Duration, Unit
 class Progress:
     """Counters of a run; all of them are saved with it and mean the same at every world size.
 
-    ``epoch`` counts finished epochs, ``batch`` the micro-batches done in the running one (per rank), ``batches`` those of the
-    whole run, ``step`` optimizer steps, ``samples`` samples over all ranks in the whole run, ``elapsed`` seconds trained.
+    ``epoch`` counts finished epochs, ``batch`` the micro-batches done in the running one (per rank), ``batches`` those
+    of the whole run, ``step`` optimizer steps, ``samples`` samples over all ranks in the whole run, ``elapsed`` seconds
+    trained.
     """
 
     epoch: int = 0

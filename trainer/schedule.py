@@ -15,8 +15,8 @@ from .progress import Progress
 class Schedule:
     """Limits of a fit and its validation interval; ``num_batches`` is known once the loader is (math.inf if never).
 
-    ``val_interval`` is a fraction of an epoch (float), a number of batches (int) or a duration; ``every_n_epochs=None`` counts the
-    batches of ``val_interval`` over epochs.
+    ``val_interval`` is a fraction of an epoch (float), a number of batches (int) or a duration; ``every_n_epochs=None``
+    counts the batches of ``val_interval`` over epochs.
     """
 
     limits: list[Duration] = field(default_factory=list)
@@ -76,7 +76,8 @@ class Schedule:
             if self.every_n_epochs is not None and interval > number and self.validates:
                 raise ValueError(
                     f"Expected at most {number} batches between validations, the length of an epoch. "
-                    f"Received: val_check_interval={interval}. Use less, or check_val_every_n_epoch=None to count over epochs."
+                    f"Received: val_check_interval={interval}. Use less, or check_val_every_n_epoch=None to count over "
+                    "epochs."
                 )
 
     def warn_without_limit(self) -> None:

@@ -1,4 +1,4 @@
-"""One call of ``fit``, ``validate``, ``test`` or ``predict``: what is set up before it, undone after it, and told when it fails."""
+"""One call of ``fit``, ``validate``, ``test`` or ``predict``: what is set up before it, and undone after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..callbacks.tracking import Tracking
 from .checkpoints import check_hyperparameters, find_checkpoint, restore, run_of
 from .datamodule import DataModule
 from .hooks import Hooks, fitting, overrides, warn_about_misspelled
-from .loaders import LoaderSource, checked, flatten, in_order, length, prepared, transfer_function
+from .loaders import METHODS, LoaderSource, checked, flatten, in_order, length, prepared, transfer_function
 from .metrics import Metrics
 from .module import TrainModule
 from .optimization import LRSchedulerConfig, parse
@@ -125,8 +125,8 @@ class Session:
             return values[config.monitor]
         if config.strict:
             raise ValueError(
-                f"Expected the metric that a scheduler watches to be logged. Received: monitor={config.monitor!r}, logged "
-                f"{sorted(values)}. Log it, name a logged one, or set strict=False."
+                f"Expected the metric that a scheduler watches to be logged. Received: monitor={config.monitor!r}, "
+                f"logged {sorted(values)}. Log it, name a logged one, or set strict=False."
             )
         return None
 
@@ -216,12 +216,7 @@ class Session:
         if not overrides(module, "configure_gradient_clipping", TrainModule):
             return self.callbacks
         clipping = next((c for c in self.callbacks if isinstance(c, GradientClipping)), None)
-        value, algorithm = (clipping.value, clipping.algorithm) if clipping else (None, None)
-        own = Callback()
-        own.on_before_optimizer_step = lambda trainer, module, optimizer: module.configure_gradient_clipping(  # type: ignore[method-assign]
-            optimizer, value, algorithm
-        )
-        return [c for c in self.callbacks if c is not clipping] + [own]
+        return [c for c in self.callbacks if c is not clipping] + [ModuleClipping(clipping)]
 
     def _tell_all(self, event: str, argument: Any) -> None:
         """Fire an event that may come before the hooks are compiled, in their order."""
@@ -248,11 +243,23 @@ class Session:
             self.datamodule.on_exception(error)
 
 
+class ModuleClipping(Callback):
+    """Lets the module clip in its own way, with the values that ``GradientClipping`` would have used."""
+
+    def __init__(self, clipping: GradientClipping | None) -> None:
+        self.value = clipping.value if clipping is not None else None
+        self.algorithm = clipping.algorithm if clipping is not None else None
+
+    def on_before_optimizer_step(self, trainer: Any, module: TrainModule, optimizer: Any) -> None:
+        module.configure_gradient_clipping(optimizer, self.value, self.algorithm)
+
+
 def check_module(module: Any, stage: str, source: LoaderSource) -> None:
     """Raise, before anything is set up, for a module or data that the stage cannot work with."""
     if not isinstance(module, TrainModule):
         raise TypeError(
-            f"Expected a TrainModule. Received: {type(module).__name__}. Subclass drivetrain.TrainModule, or use Accelerator in your own loop."
+            f"Expected a TrainModule. Received: {type(module).__name__}. "
+            "Subclass drivetrain.TrainModule, or use Accelerator in your own loop."
         )
     step = _STEP.get(stage)
     if step is not None and not overrides(module, step, TrainModule):
@@ -261,10 +268,12 @@ def check_module(module: Any, stage: str, source: LoaderSource) -> None:
         )
     if stage == "fit" and not overrides(module, "configure_optimizers", TrainModule):
         raise TypeError(
-            f"Expected {type(module).__name__} to have configure_optimizers. Received: none. Write it; None trains without."
+            f"Expected {type(module).__name__} to have configure_optimizers. Received: none. "
+            "Write it; None trains without."
         )
     data = "train" if stage == "fit" else stage
     if not source.has(data):
         raise ValueError(
-            f"Expected data for {stage}. Received: no loader. Pass a DataLoader or a DataModule, or give the module a {data}_dataloader."
+            f"Expected data for {stage}. Received: no loader. "
+            f"Pass a DataLoader or a DataModule, or give the module a {METHODS[data]}."
         )

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..callbacks.accumulation import GradientAccumulation
 from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.progress import Progress as ProgressCallback
 from ..callbacks.tracking import Tracking
+from .loaders import length
 
 if TYPE_CHECKING:
+    from .arguments import Plan
     from .metrics import Metrics
     from .module import TrainModule
     from .progress import Progress
     from .run_folder import RunFolder
     from .schedule import Schedule
     from .session import Session
-
-_LIMITS = {"sanity_check": "validate"}
 
 
 class TrainerState:
@@ -32,6 +33,7 @@ class TrainerState:
     metrics: Metrics | None
     module: TrainModule | None
     optimizers: list[Any]
+    plan: Plan
     progress: Progress
     run_folder: RunFolder
     schedule: Schedule
@@ -172,7 +174,8 @@ class TrainerState:
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader in the sanity check."""
-        return self._counts("sanity_check")
+        most = self.plan.sanity_batches
+        return [count if most < 0 else min(most, count) for count in self.num_val_batches]
 
     @property
     def num_test_batches(self) -> list[float]:
@@ -197,18 +200,14 @@ class TrainerState:
     @property
     def accumulation(self) -> Any:
         """Micro-batches per optimizer step, as a function of the epoch."""
-        from ..callbacks.accumulation import GradientAccumulation
-
         found = self._first(GradientAccumulation)
         return found.steps if found is not None else lambda epoch: self.accelerator.gradient_accumulation_steps
 
     def limit(self, stage: str) -> int | float | None:
         """Return how many batches, or which fraction, of a stage's loaders to use; None for all."""
-        return self.limits[_LIMITS.get(stage, stage)]
+        return self.limits[stage]
 
     def _counts(self, stage: str) -> list[float]:
-        from .loaders import length
-
         loaders = self.session.loaders.get(stage, []) if self.session is not None else []
         return [length(loader) for loader in loaders]
 

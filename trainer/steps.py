@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Callable
 
 from torch import Tensor
@@ -37,8 +38,6 @@ def choose_step(loop: FitLoop) -> Step:
 
 def needs_closure(step: Callable[..., Any]) -> bool:
     """Tell whether an optimizer's ``step`` cannot be called without a closure (LBFGS)."""
-    import inspect
-
     parameter = inspect.signature(step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
@@ -112,10 +111,7 @@ class AutomaticStep:
             return outputs, self.backward_options
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
             weight = outputs.get("weight")
-            return outputs["loss"], self.backward_options if weight is None else {
-                **self.backward_options,
-                "weight": weight,
-            }
+            return outputs["loss"], self.backward_options | ({} if weight is None else {"weight": weight})
         if outputs is not None:
             raise TypeError(
                 f"Expected training_step to return a 0-dim tensor, a dict with 'loss', or None. "
@@ -133,16 +129,14 @@ class AutomaticStep:
 
 
 class ClosureStep(AutomaticStep):
-    """The same with forward and backward inside a closure, for ``optimizer_step`` overrides and optimizers like LBFGS."""
+    """The same with forward and backward in a closure: for ``optimizer_step`` overrides, and optimizers like LBFGS."""
 
     def __call__(self, batch: Any, index: int) -> Any:
         accelerator, optimizer = self.accelerator, self.optimizer
         self.outputs: Any = None
 
         def closure() -> Any:
-            if (
-                self.outputs is not None
-            ):  # called again by the optimizer: start from no gradients, as the first call did
+            if self.outputs is not None:  # called again by the optimizer: as at the first call, there are no gradients
                 optimizer.zero_grad()
             with accelerator.autocast():
                 self.outputs = outputs = self.training_step(batch, index)

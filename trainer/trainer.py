@@ -31,7 +31,7 @@ class Trainer(TrainerState):
     """Trains, validates, tests and predicts with a ``TrainModule``.
 
     Args:
-        accelerator: "auto", "cpu", "gpu" or a kind of device; or an ``Accelerator``, which then decides where and how to run.
+        accelerator: "auto", "cpu", "gpu" or a kind of device; or an ``Accelerator``: it decides where and how to run.
         strategy: "auto", "ddp", another word of the registry, or a strategy object.
         devices: how many devices (processes) on this machine, a list of their indices, or "auto".
         num_nodes: how many machines.
@@ -166,8 +166,8 @@ class Trainer(TrainerState):
     ) -> None:
         """Train ``model`` on loaders or a data module (which may stand in the place of the loaders).
 
-        ``ckpt_path`` (or ``resume``, the same) goes on from a checkpoint: a path, or "last" for the newest complete one of this
-        place, or the beginning where there is none yet. Raises CheckpointError for a damaged one.
+        ``ckpt_path`` (or ``resume``, the same) goes on from a checkpoint: a path, or "last" for the newest complete one
+        of this place, or the beginning where there is none yet. Raises CheckpointError for a damaged one.
         """
         if ckpt_path is not None and resume is not None and ckpt_path != resume:
             raise ValueError(
@@ -250,8 +250,8 @@ class Trainer(TrainerState):
     ) -> bool:
         """Save the whole run (or its weights alone) as the folder ``filepath``; every rank has to call it.
 
-        Inside an accumulation window the save waits for the window's edge: False is returned, and ``then`` is called when the
-        checkpoint is durable. Otherwise it is durable, ``then`` was called, and True is returned.
+        Inside an accumulation window the save waits for the window's edge: False is returned, and ``then`` is called
+        when the checkpoint is durable. Otherwise it is durable, ``then`` was called, and True is returned.
         """
         if self.session is None:
             raise RuntimeError("Expected a run to save. Received: none. Call save_checkpoint during or after fit.")
