@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from . import random
+from .checkpoint.tensor_file import data_size
 from .checkpoint.tensors import clean_keys, load_weights, save_weights
-from .optimizer import load_named_state, named_state
+from .optimizer import load_named_state, named_state, unwrap_optimizer
 from .precision import Precision
 from .scheduler import unwrap_scheduler
 from .world import World
@@ -43,6 +45,14 @@ class Contents:
         """Lets go of everything."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.objects):
             held.clear()
+
+    def size(self) -> int:
+        """Returns how many bytes weights and optimizer states take on this process."""
+        tensors = [tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())]
+        for optimizer in self.optimizers:
+            for state in unwrap_optimizer(optimizer).state.values():
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return data_size(tensor for tensor in tensors if not is_lazy(tensor))
 
     def save(
         self,

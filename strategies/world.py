@@ -8,6 +8,7 @@ travel by the group that serves their device, all else by a group for CPU tensor
 from __future__ import annotations
 
 import atexit
+import copy
 import hashlib
 import os
 import pickle
@@ -88,6 +89,10 @@ class World:
         """Whether `any` (or `all`) of the ranks say so; the same answer on every rank."""
         _check_how(how)
         return bool(flag)
+
+    def private(self) -> World:
+        """The same ranks over a group of their own, for another thread (on the CPU); every rank has to call this."""
+        return self
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks, and the agent that started them, that this rank ends by `error`."""
@@ -206,6 +211,11 @@ class TorchWorld(World):
         votes = torch.tensor([int(flag)], dtype=torch.int32)
         dist.all_reduce(votes, dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN, group=self._cpu_group)
         return bool(votes.item())
+
+    def private(self) -> World:
+        other = copy.copy(self)  # which closes nothing but that group
+        other._cpu_group, other._devices, other._owned = dist.new_group(backend="gloo"), set(), False
+        return other
 
     def report_failure(self, error: BaseException) -> None:
         rendezvous.report_failure(error)

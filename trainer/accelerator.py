@@ -37,6 +37,7 @@ from ..strategies import collectives, environment, random
 from ..strategies.accumulation import Accumulation, Window
 from ..strategies.base import Strategy, is_scheduler, parameters_of
 from ..strategies.checkpoint.format import Writer
+from ..strategies.checkpoint.snapshot import LARGE, Saves
 from ..strategies.checkpoint.tensors import save_weights
 from ..strategies.contents import Contents
 from ..strategies.contexts import NOTHING
@@ -152,6 +153,7 @@ class Accelerator:
         if seed is not None:
             random.set_seed(seed)
         self._contents = Contents()
+        self.saves = Saves(self.world)
         self._begin_windows()
         self._triggered = False
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -712,7 +714,8 @@ class Accelerator:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Finishes the trackers and leaves the process group; call it once, at the end of the script."""
+        """Finishes saves and trackers and leaves the process group; call it once, at the end of the script."""
+        self.saves.wait()
         trackers.finish_trackers(self.trackers)
         self.trackers = []
         self.world.barrier("end_training")
@@ -791,6 +794,8 @@ class Accelerator:
         metadata: dict[str, Any] | None = None,
         weights_only: bool = False,
         loaders: bool = True,
+        asynchronous: bool | None = False,
+        then: Callable[[], None] | None = None,
         **save_model_func_kwargs: Any,
     ) -> str:
         """Writes a checkpoint of everything prepared and registered, and returns its folder; call it on every process.
@@ -798,6 +803,10 @@ class Accelerator:
         It is written beside its place and appears there complete. Without `output_dir` it is the next numbered one in
         the project's folder `checkpoints` (automatic naming). `metadata` goes into its manifest; `loaders=False` leaves
         the places of loaders to the caller.
+
+        `asynchronous` (None: where the state takes 64 MiB or more) returns when the state is copied, and a thread
+        writes the copy. When the checkpoint is durable the next `save_state`, `load_state`, `wait_for_saves` or
+        `end_training` calls `then`, or it raises the error with which the save failed. One save is written at a time.
 
         Raises:
             ValueError: no folder is given or configured.
@@ -808,20 +817,26 @@ class Accelerator:
             logger.warning(checkpoint_folders.MID_WINDOW, self.step)
         config = self.project_configuration
         directory = checkpoint_folders.next_checkpoint(config, output_dir)
-        with Writer(directory, world=self.world) as writer:
+
+        def fill(writer: Any) -> None:
             weights = [self.strategy.state_dict(model) for model in self._contents.models]
             checkpoint_folders.run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
             self.strategy.save(
-                writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only, loaders=loaders,
-                extra={"iteration": config.iteration}, **save_model_func_kwargs,
+                writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only,
+                loaders=loaders, extra={"iteration": config.iteration}, **save_model_func_kwargs,
             )  # fmt: skip
-            described = {"strategy": self.strategy.name, "precision": self.precision.name, **(metadata or {})}
-            writer.commit(described)
-        if config.automatic_checkpoint_naming:
-            config.iteration += 1
-            if self.is_main_process:
-                checkpoint_folders.remove_old(directory.parent, config.total_limit)
+
+        if asynchronous is None:
+            asynchronous = self.world.agree(self._contents.size() >= LARGE)
+        described = {"strategy": self.strategy.name, "precision": self.precision.name, **(metadata or {})}
+        follow = checkpoint_folders.follow_up(config, directory, self.is_main_process, then)
+        self.saves.save(directory, fill, metadata=described, then=follow, background=asynchronous)
+        config.iteration += config.automatic_checkpoint_naming
         return str(directory)
+
+    def wait_for_saves(self) -> None:
+        """Drivetrain's: returns when an asynchronous save is durable; raises the error with which it failed."""
+        self.saves.wait()
 
     def load_state(
         self,
@@ -842,6 +857,7 @@ class Accelerator:
             CheckpointError: a file is missing or damaged; the message names it.
         """
         options = checkpoint_folders.loading_options(strict, load_kwargs, load_model_func_kwargs)
+        self.saves.wait()
         checkpoint = checkpoint_folders.open_checkpoint(self.project_configuration, input_dir, self.world)
         self._begin_windows()
         models = list(self._contents.models)
@@ -862,6 +878,7 @@ class Accelerator:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Lets go of everything prepared, and frees what nobody else holds; returns a None for each given object."""
+        self.saves.release()
         self.release()
         gc.collect()
         if torch.accelerator.is_available():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..strategies.checkpoint.format import Checkpoint, Writer, newest, remove
+from ..strategies.checkpoint.snapshot import Snapshot
 from ..strategies.settings import ProjectConfiguration
 from ..strategies.world import World
 
@@ -110,8 +111,22 @@ def remove_old(parent: Path, limit: int | None) -> None:
         remove(path)
 
 
+def follow_up(
+    config: ProjectConfiguration, directory: Path, first: bool, then: Callable[[], None] | None
+) -> Callable[[], None]:
+    """Returns what is done once a checkpoint is durable: on the first process old ones go, then `then` is called."""
+    limit = config.total_limit if config.automatic_checkpoint_naming and first else None
+
+    def follow() -> None:
+        remove_old(directory.parent, limit)
+        if then is not None:
+            then()
+
+    return follow
+
+
 def run_save_hooks(
-    hooks: Mapping[int, Callable[..., None]], models: list[Any], weights: list[dict[str, Any]], writer: Writer
+    hooks: Mapping[int, Callable[..., None]], models: list[Any], weights: list[dict[str, Any]], writer: Writer | Snapshot
 ) -> None:
     """Calls the hooks of `save_state`; files that they wrote become part of the checkpoint."""
     if not hooks:

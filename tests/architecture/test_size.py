@@ -14,9 +14,9 @@ OTHERS = 450
 # Lines of a file, docstrings included. Raise a number only together with its reason, in the same commit.
 BUDGETS = {
     "strategies/base.py": 300,
-    "strategies/world.py": 300,
+    "strategies/world.py": 320,  # a world has private groups too, for saves in the background
     "strategies/mesh.py": 250,
-    "strategies/environment.py": 300,
+    "strategies/environment.py": 310,  # also hands the variables themselves to strategies/variables.py
     "strategies/settings.py": 500,
     "strategies/precision.py": 300,
     "strategies/collectives.py": 400,
@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/progress.py": 150,
     "trainer/hooks.py": 100,
     "trainer/metrics.py": 350,
-    "trainer/accelerator.py": 900,
+    "trainer/accelerator.py": 920,  # saves in the background are part of its interface
     "trainer/arguments.py": 300,
     "trainer/loop.py": 350,
     "trainer/trainer.py": 400,
