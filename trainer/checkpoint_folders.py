@@ -126,7 +126,10 @@ def follow_up(
 
 
 def run_save_hooks(
-    hooks: Mapping[int, Callable[..., None]], models: list[Any], weights: list[dict[str, Any]], writer: Writer | Snapshot
+    hooks: Mapping[int, Callable[..., None]],
+    models: list[Any],
+    weights: list[dict[str, Any]],
+    writer: Writer | Snapshot,
 ) -> None:
     """Calls the hooks of `save_state`; files that they wrote become part of the checkpoint."""
     if not hooks:
