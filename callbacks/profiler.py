@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import cProfile
-import io
-import pstats
-import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
-from ..strategies.settings import ProfileKwargs
 from .base import Callback
 from .checks import check_choice, check_whole
 from .filenames import folder
 from .sections import LAST, Sections
+
+if TYPE_CHECKING:
+    from .function_profile import Functions
+    from .operator_profile import Operators
 
 _KINDS = {"simple": "simple", "torch": "torch", "pytorch": "torch", "cprofile": "cprofile", "advanced": "cprofile"}
 
@@ -77,8 +76,12 @@ class Profiler(Callback):
         if self.kind == "simple":
             self._make = partial(Sections)
         elif self.kind == "cprofile":
+            from .function_profile import Functions  # here, as the other kinds need no profiler of Python's
+
             self._make = partial(Functions, row_limit or 30)
         else:
+            from .operator_profile import Operators
+
             defaults = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
             options: dict[str, Any] = {name: value for name, value in switches.items() if value is not None}
             options["schedule_option"] = {n: defaults[n] if v is None else v for n, v in schedule.items()}
@@ -105,97 +108,3 @@ class Profiler(Callback):
         report = self.tool.stop() if self.tool is not None else ""
         if report:
             trainer.print(report)
-
-
-class Operators:
-    """torch.profiler over some batches, on every rank."""
-
-    def __init__(self, options: dict[str, Any], row_limit: int, sort_by: str | None) -> None:
-        self.options, self.row_limit, self.sort_by = options, row_limit, sort_by
-        self.schedule: dict[str, int] = options["schedule_option"]
-        self.hooks = {"on_train_start": lambda *_: self._start()}
-        self.end = Callback()  # hears events after everybody else
-        self.end.priority = LAST
-        self.end.on_train_batch_end = lambda *_: self.profile.step()  # type: ignore[method-assign]
-        self.running = False
-
-    def open(self, trainer: Any, module: Any, path: Path) -> None:
-        """Make ready for a fit whose results go to ``path`` and an ending."""
-        device = trainer.device.type
-        self.order = self.sort_by or f"self_{device if device in ('cuda', 'xpu') else 'cpu'}_time_total"
-        self.path, self.written = path, 0
-        self.profile = ProfileKwargs(**self.options, on_trace_ready=self._write).build()
-
-    def stop(self) -> str:
-        """Return what was written where; "" where nothing ran."""
-        if not self.running:
-            return ""
-        self.running = False
-        self.profile.stop()
-        if self.written:
-            return f"Profiled operators: {self.path}-*.json (for chrome://tracing) and {self.path}-*.txt"
-        ahead = self.schedule["wait"] + self.schedule["warmup"]
-        warnings.warn(
-            f"Expected more than {ahead} batches to profile. Received: {self.profile.step_num}. "
-            "Train for longer, or lower wait and warmup.",
-            stacklevel=2,
-        )
-        return ""
-
-    def close(self) -> None:
-        """Let go of the fit."""
-
-    def _start(self) -> None:
-        self.running = True
-        self.profile.start()
-
-    def _write(self, profile: Any) -> None:
-        ahead = self.schedule["wait"] + self.schedule["warmup"]
-        if profile.step_num % (ahead + self.schedule["active"]) == ahead:
-            return  # the run ended before the first batch to record
-        self.written += 1
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(f"{self.path}-{self.written}.json")
-        text = profile.key_averages().table(sort_by=self.order, row_limit=self.row_limit)
-        Path(f"{self.path}-{self.written}.txt").write_text(text)
-
-
-class Functions:
-    """Python's own profiler over the whole fit."""
-
-    def __init__(self, row_limit: int) -> None:
-        self.row_limit = row_limit
-        self.hooks = {"on_train_start": lambda *_: self._start()}
-        self.end = Callback()
-        self.end.priority = LAST
-        self.running = False
-
-    def open(self, trainer: Any, module: Any, path: Path) -> None:
-        """Make ready for a fit whose results go to ``path`` and an ending."""
-        self.path, self.profile = Path(f"{path}.txt"), cProfile.Profile()
-
-    def stop(self) -> str:
-        """Return the table, which is also written; "" where nothing ran."""
-        if not self.running:
-            return ""
-        self.running = False
-        self.profile.disable()
-        text = io.StringIO()
-        pstats.Stats(self.profile, stream=text).sort_stats("cumulative").print_stats(self.row_limit)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(text.getvalue())
-        self.profile.dump_stats(self.path.with_suffix(".prof"))
-        return f"{text.getvalue().rstrip()}\n{self.path}, and {self.path.with_suffix('.prof')} for pstats or snakeviz"
-
-    def close(self) -> None:
-        """Let go of the fit."""
-
-    def _start(self) -> None:
-        try:
-            self.profile.enable()
-        except ValueError as error:  # Python 3.12 has room for one
-            raise ValueError(
-                f"Expected no other profiler of Python to run. Received: {error}. "
-                'Stop it, or use Profiler("simple").'
-            ) from error
-        self.running = True

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import re
-import secrets
 import shutil
 import socket
 import time
@@ -65,7 +64,7 @@ class Hidden:
 def claim(directory: Path, kind: str) -> Path:
     """Return a new hidden name beside `directory`, marked as in use by this process until `release`."""
     owner = f"{_host()}-{os.getpid()}-{_started(os.getpid())}"
-    path = directory.parent / f".{directory.name}.{kind}-{owner}-{secrets.token_hex(4)}"
+    path = directory.parent / f".{directory.name}.{kind}-{owner}-{os.urandom(4).hex()}"
     _mine.add(str(path))
     return path
 
