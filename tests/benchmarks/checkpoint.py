@@ -2,7 +2,10 @@
 
 The state is a transformer's weights and its two Adam moments. Each contender runs in a process of its own, one torch
 thread each, and they take turns. Shown are medians with quartiles of wall and CPU time, each ratio taken within a turn,
-and how far the resident memory rose above what the state itself takes. Nothing is asserted.
+and how far the resident memory rose above what the state itself takes. Saves in the background are timed until they
+return ("blocked"), beside a copy of the state into memory that is ready for it; their memory is taken until the
+checkpoint is durable, once into memory that is ready ("blocked") and once with a new one ("blocked_new"). Nothing is
+asserted.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ WIDTH = 768
 CONTENDERS = (
     *("save_file", "save", "save_file_sync", "save_sync"),
     *("load_file", "load", "load_once", "load_file_into", "load_into"),
+    *("copy", "blocked", "blocked_new"),
 )
 RATIOS = [
     ("save with hashes / save_file (bar 1.15)", "save", "save_file"),
@@ -29,6 +33,8 @@ RATIOS = [
     ("load verified / load_file, all read (bar 1.5)", "load", "load_file"),
     ("the same, verified only as it is read", "load_once", "load_file"),
     ("load verified / load_file, into a model (bar 1.5)", "load_into", "load_file_into"),
+    ("blocked by a save / copy into ready memory (bar 1.3)", "blocked", "copy"),
+    ("the same, by the first save", "blocked_new", "copy"),
 ]
 
 
@@ -58,8 +64,12 @@ def contender(name: str, folder: Path, megabytes: float) -> Callable[[], object]
     from safetensors.torch import load_file, save_file
 
     from drivetrain.strategies.checkpoint import Checkpoint, Writer
+    from drivetrain.strategies.checkpoint.snapshot import Saves
+    from drivetrain.strategies.world import World
 
     parts, ours, theirs = state(megabytes), folder / "ours", folder / "theirs"
+    ready = {stem: {} for stem in parts}
+    saves = Saves(World())
 
     def save_theirs(sync: bool) -> None:
         shutil.rmtree(theirs, ignore_errors=True)
@@ -89,9 +99,23 @@ def contender(name: str, folder: Path, megabytes: float) -> Callable[[], object]
         checkpoint = Checkpoint.open(ours, verify=verify)
         return [checkpoint.tensors(f"{stem}.safetensors", into=parts[stem] if into else None) for stem in parts]
 
+    def copy() -> None:
+        for stem, tensors in parts.items():
+            for key, value in tensors.items():
+                ready[stem].setdefault(key, value.clone()).copy_(value)
+
+    def fill(writer: Writer) -> None:
+        for stem, tensors in parts.items():
+            writer.tensors(f"{stem}.safetensors", tensors)
+
+    def begin(anew: bool) -> Callable[[], None]:
+        saves.save(ours, fill, metadata={"step": 1}, background=True)
+        return saves.release if anew else saves.wait
+
     save_theirs(False)
     save_ours(False)
     return {
+        "copy": copy, "blocked": lambda: begin(False), "blocked_new": lambda: begin(True),
         "save_file": lambda: save_theirs(False), "save_file_sync": lambda: save_theirs(True),
         "save": lambda: save_ours(False), "save_sync": lambda: save_ours(True),
         "load_file": lambda: load_theirs(False), "load_file_into": lambda: load_theirs(True),
@@ -107,13 +131,22 @@ def serve(name: str, folder: Path, megabytes: float) -> None:
     torch.set_num_threads(1)
     act = contender(name, folder, megabytes)
     result = act()  # warm
+    finish(result)
     for _ in sys.stdin:
         del result
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = resident("VmRSS")
         wall, cpu = time.perf_counter(), time.process_time()
         result = act()
-        print(time.perf_counter() - wall, time.process_time() - cpu, resident("VmHWM") - before, flush=True)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        finish(result)
+        print(wall, cpu, resident("VmHWM") - before, flush=True)
+
+
+def finish(result: object) -> None:
+    """Wait for what goes on in the background after a turn's time was taken."""
+    if callable(result):
+        result()
 
 
 def resident(field: str) -> int:
