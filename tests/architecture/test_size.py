@@ -13,6 +13,7 @@ OTHERS = 450
 
 # Lines of a file, docstrings included. Raise a number only together with its reason, in the same commit.
 BUDGETS = {
+    "__init__.py": 600,  # lists every public name twice: in the table and for editors
     "strategies/base.py": 300,
     "strategies/world.py": 320,  # a world has private groups too, for saves in the background
     "strategies/mesh.py": 250,
