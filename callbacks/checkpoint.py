@@ -184,6 +184,7 @@ class ModelCheckpoint(Callback):
         self._passed = self._step // self._every_steps if self._every_steps else 0
         if trainer.is_global_zero:
             discard(self._kept.doomed)  # a crash may have come just before this
+        self._kept = self._planned = self._kept.settled()
         resumed = trainer.session.checkpoint is not None and self.dirpath is not None and self.dirpath.is_dir()
         self._found = set(os.listdir(self.dirpath)) if resumed else set()
         if self.save_on_train_epoch_end is False and self._every_epochs and not validates(trainer):
@@ -290,7 +291,7 @@ class ModelCheckpoint(Callback):
         self._planned, self._saved_step = planned, trainer.global_step  # as the checkpoint itself remembers it
 
         def then() -> None:
-            self._kept = self._planned = planned
+            self._kept = self._planned = planned.settled()
             if trainer.is_global_zero:
                 if self.save_last:
                     point(Path(planned.new).with_name(self.CHECKPOINT_NAME_LAST), Path(planned.new))

@@ -19,7 +19,8 @@ class EarlyStopping(Callback):
     ``stopping_threshold`` or worse than ``divergence_threshold``. ``mode`` "min" or "max" says what is better.
 
     ``best_score``, ``wait_count`` and ``stopped_epoch`` (-1: not stopped) tell where it stands, and go on after an
-    interruption. Raises ValueError naming the logged metrics where ``monitor`` is none of them (``strict=False``:
+    interruption: a run that it stopped stays stopped, unless it goes on with another ``patience``. Raises ValueError
+    naming the logged metrics where ``monitor`` is none of them (``strict=False``:
     warns).
     """
 
@@ -53,6 +54,7 @@ class EarlyStopping(Callback):
     def _begin(self) -> None:
         self.best_score = self._monitored.worst
         self.wait_count, self.stopped_epoch, self._monitored.used = 0, -1, -1
+        self._reason = ""  # why to stop; kept with the rest: a run that is over stays over
         self._fitting = self._validated = False
 
     @property
@@ -61,17 +63,21 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         names = ("best_score", "wait_count", "stopped_epoch", "patience")
-        return {name: getattr(self, name) for name in names} | {"used": self._monitored.used}
+        own = {"used": self._monitored.used, "reason": self._reason}
+        return {name: getattr(self, name) for name in names} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_score, self.wait_count = state_dict["best_score"], state_dict["wait_count"]
         self.stopped_epoch, self._monitored.used = state_dict["stopped_epoch"], state_dict["used"]
+        self._reason = state_dict["reason"] if state_dict["patience"] == self.patience else ""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self._begin()  # a second fit is another run; one that goes on gets its state after this
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._fitting, self._validated = True, False
+        if self._reason:
+            trainer.should_stop, trainer.stop_reason = True, self._reason
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not self._fitting:
@@ -98,7 +104,7 @@ class EarlyStopping(Callback):
         elif self._monitored.fresh(trainer):
             reason = self._judge(self._monitored.take(trainer))
             if reason:
-                self.stopped_epoch = trainer.current_epoch
+                self.stopped_epoch, self._reason = trainer.current_epoch, reason
                 trainer.should_stop, trainer.stop_reason = True, reason
             if self.verbose:
                 trainer.print(reason or f"{self.monitor}: best {self.best_score:.6g}, {self.wait_count} checks ago.")

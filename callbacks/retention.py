@@ -51,6 +51,10 @@ class Kept:
         last, best = (path if old == "" else old for old in (self.last, self.best))
         return replace(self, scores=scores, last=last, best=best, new=path, doomed=doomed)
 
+    def settled(self) -> Kept:
+        """Return the same when the new one is on the disk and the others are gone."""
+        return replace(self, new="", doomed={})
+
     def found(self, folder: str, here: str) -> Kept:
         """Return what of this is on the disk and ours, for a run that saved into ``folder`` and goes on in ``here``.
 

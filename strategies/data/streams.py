@@ -56,7 +56,7 @@ class StreamData:
         else:
             start = replace(start, **streams["places"][0]) if streams else start
             pieces = read_here(self._reader, start, pinned if pins(self.loader) else None)
-        for piece, self.streams in looked_ahead(pieces, key):
+        for piece, self.streams in looked_ahead(pieces, key, place.samples):
             yield piece.batch, piece.share
 
     def _checked(self, streams: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -254,9 +254,11 @@ def read_by(workers: Workers, start: Start, streams: dict | None) -> Iterator[tu
     raise RuntimeError("Expected each worker to read to its end. Received: StopIteration, raised by a collate_fn.")
 
 
-def looked_ahead(pieces: Iterator[tuple[Piece, dict]], key: int) -> Iterator[tuple[Piece, dict]]:
-    """The same pieces, each knowing whether this rank, or any, gets another one."""
+def looked_ahead(pieces: Iterator[tuple[Piece, dict]], key: int, start: int) -> Iterator[tuple[Piece, dict]]:
+    """The same pieces, from the sample `start` on, each knowing whether this rank, or any, gets another one."""
     pending = deque(islice(pieces, 1))
+    if not pending and start:  # to find the end has drawn: leave numpy and random as the last batch did
+        settle(mix(key, start), drawn=True)
     while pending:
         piece, streams = pending.popleft()
         while (not pending or pending[-1][0].batch is NOTHING) and (following := next(pieces, None)) is not None:
