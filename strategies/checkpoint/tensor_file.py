@@ -132,7 +132,7 @@ def read_tensors(
     the shapes have to be the same. The caller compares `file.digest()` before it uses anything.
     Raises CheckpointError naming file and tensor, before anything is written into `into`.
     """
-    entries, notes = _read_header(file)
+    entries, notes = read_header(file)
     stored = {entry.name: entry for entry in entries}
     complex_names = _complex_names(file, notes, stored)
     aliases = _aliases(file, notes, stored)
@@ -220,7 +220,7 @@ def _header(tensors: Mapping[str, Tensor], order: list[str], notes: Mapping[str,
     return struct.pack("<Q", len(text)) + text
 
 
-def _read_header(file: HashingReader) -> tuple[list[Entry], dict[str, str]]:
+def read_header(file: HashingReader) -> tuple[list[Entry], dict[str, str]]:
     (length,) = struct.unpack("<Q", file.take(8))
     if not 2 <= length <= min(MAX_HEADER, file.size - 8):
         raise CheckpointError(f"{file.path}: is no safetensors file (a header of {length} bytes).")

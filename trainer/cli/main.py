@@ -11,8 +11,13 @@ COMMANDS = {
     "validate": ("run", "evaluate on the validation data"),
     "test": ("run", "evaluate on the test data"),
     "predict": ("run", "predict"),
+    "checkpoint": ("checkpoint", "inspect, verify, diff, convert or prune checkpoints"),
+    "prove-resume": ("prove_resume", "show that an interrupted run ends like one that was not, or where it differs"),
+    "launch": ("launch", "start a script in several processes"),
 }
 """Subcommand → (file in this folder that has a ``main(command, args)``, what it does)."""
+RUNS = tuple(name for name, (file, _) in COMMANDS.items() if file == "run")
+"""The subcommands that run a Trainer from a config."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -34,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Return what `drivetrain --help` prints."""
-    rows = "".join(f"  {name:<10}{text}\n" for name, (_, text) in COMMANDS.items())
+    rows = "".join(f"  {name:<14}{text}\n" for name, (_, text) in COMMANDS.items())
     return (
         "usage: drivetrain COMMAND [--config FILE] [--KEY=VALUE ...]\n\n"
         "Trains PyTorch models from a config file.\n\n"

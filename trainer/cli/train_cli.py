@@ -18,7 +18,7 @@ from ..module import TrainModule
 from ..trainer import Trainer
 from . import document
 from .classes import class_pages, shortened
-from .main import COMMANDS
+from .main import RUNS
 from .optimizers import provide_optimizer
 from .parser import RunParser, construct
 from .sources import DEFAULT, UsageError, check, collect, outside, plain_errors, source_of
@@ -184,10 +184,10 @@ def _command(args: Sequence[str] | None, run: bool) -> tuple[str | None, list[st
     arguments = list(sys.argv[1:] if args is None else args)
     if not run:
         return None, arguments
-    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else None
+    command = arguments.pop(0) if arguments and arguments[0] in RUNS else None
     if command is None and not {"-h", "--help"} & set(arguments):
         received = arguments[0] if arguments else "nothing"
-        raise UsageError(f"Expected one of {', '.join(COMMANDS)} first. Received: {received}. Add it, or see --help.")
+        raise UsageError(f"Expected one of {', '.join(RUNS)} first. Received: {received}. Add it, or see --help.")
     return command, arguments
 
 
