@@ -148,8 +148,9 @@ def _count(devices: Any, kind: str) -> tuple[int, list[int] | None]:
         text = devices.strip()
         devices = [int(part) for part in text.split(",") if part.strip()] if "," in text else _number(text)
     if isinstance(devices, (list, tuple)) and devices and all(isinstance(d, int) for d in devices):
+        devices = list(devices)
         _check_indices(devices, kind, present)
-        return len(devices), list(devices)
+        return len(devices), devices
     if not isinstance(devices, int) or isinstance(devices, bool) or devices == 0 or devices < -1:
         raise ValueError(
             f'Expected a number of devices, a list of indices, or "auto". Received: devices={devices!r}. '

@@ -100,7 +100,7 @@ def _run(
     answer = {
         "weights": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
         "progress": trainer.progress.state_dict(),
-        "metrics": trainer.metrics.values(),
+        "metrics": trainer.metrics.values(),  # type: ignore[union-attr]
         "run_id": trainer.run_id,
         "callbacks": [callback.state_dict() for callback in trainer.callbacks],
         "result": result,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from ..callbacks.durations import Duration
+from ..callbacks.durations import Duration, Unit
 from .schedule import Schedule
 
 DEFAULT_EPOCHS = 1000  # where nobody said how long
@@ -62,7 +62,7 @@ def whole(given: dict[str, Any], name: str, *, least: int) -> int:
 
 def _durations(**given: Any) -> list[Duration]:
     """Return the durations that were given; plain numbers are epochs or steps, as the argument's name says."""
-    units = {"epochs": "ep", "steps": "ba"}
+    units: dict[str, Unit] = {"epochs": "ep", "steps": "ba"}
     return [
         Duration.parse(value, name=name, unit=units[name.partition("_")[2]])
         for name, value in given.items()
@@ -82,6 +82,11 @@ def _interval(value: Any, every_n_epochs: int | None) -> float | int | Duration:
                 "Set the latter."
             )
         return 1.0
+    if isinstance(value, float) and every_n_epochs is None:
+        raise ValueError(
+            "Expected a number of batches or a duration to count over epochs. "
+            f"Received: check_val_every_n_epoch=None, val_check_interval={value!r}. Use e.g. val_check_interval=1000."
+        )
     if isinstance(value, float) and 0.0 < value <= 1.0 or _is_whole(value) and value > 0:
         return value
     if isinstance(value, (str, timedelta, dict, Duration)):

@@ -50,7 +50,8 @@ class FitLoop:
         self._schedule = session.trainer.schedule
         self._world = session.trainer.accelerator.world
         self._alone = self._world.size == 1
-        self._row_at = self._logged_at = 0
+        self._row_at: float = 0
+        self._logged_at = 0
         self._set_next_row()
 
     def run(self) -> None:

@@ -169,7 +169,7 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Record several values, or the metrics of a ``MetricCollection``; arguments are those of ``log``."""
         if is_metric(dictionary, "MetricCollection"):
-            dictionary = dict(dictionary.items(keep_base=False, copy_state=False))
+            dictionary = dict(dictionary.items(keep_base=False, copy_state=False))  # type: ignore[call-arg]
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 

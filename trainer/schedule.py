@@ -26,6 +26,7 @@ class Schedule:
     unlimited: bool = False  # nobody set a limit
     num_batches: float = math.inf
     validates: bool = False
+    _every: int | None = field(default=None, init=False, repr=False)  # batches between validations, None: at the end
 
     def finished(self, progress: Progress, *, wish: bool = False) -> bool:
         """Tell whether a limit is reached, or ``wish`` (to stop early) can be granted."""
@@ -41,7 +42,7 @@ class Schedule:
         if isinstance(self.val_interval, Duration) and self.val_interval.unit != "ep":
             return self.intervals(progress) > progress.mark
         if self.every_n_epochs is None:
-            return progress.batches % self._every == 0
+            return self._every is not None and progress.batches % self._every == 0
         if (progress.epoch + 1) % self.every_n_epochs:
             return False
         return last if self._every is None else progress.batch % self._every == 0
@@ -60,7 +61,7 @@ class Schedule:
     def set_batches(self, number: float) -> None:
         """Take the number of batches of an epoch and check the validation interval against it."""
         self.num_batches = number
-        self._every: int | None = None
+        self._every = None
         interval = self.val_interval
         if isinstance(interval, Duration):
             self.every_n_epochs = int(interval.value) if interval.unit == "ep" else self.every_n_epochs
@@ -99,6 +100,6 @@ class Schedule:
             if limit.unit == "ba":
                 totals.append(limit.value)
             elif limit.unit == "ep" and not math.isinf(self.num_batches):
-                epochs = range(int(limit.value))
+                epochs = range(math.ceil(limit.value))
                 totals.append(sum(math.ceil(self.num_batches / accumulation(epoch)) for epoch in epochs))
         return min(totals)

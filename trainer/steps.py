@@ -50,7 +50,7 @@ class AutomaticStep:
         self.loop, self.session, self.hooks, self.progress = loop, session, session.hooks, loop.progress
         self.accelerator, self.model, self.module = session.trainer.accelerator, session.model, session.module
         self.training_step = session.entry("training_step", manual=not session.module.automatic_optimization)
-        self.optimizer = session.trainer.optimizers[0] if session.trainer.optimizers else None
+        self.optimizer: Any = session.trainer.optimizers[0] if session.trainer.optimizers else None
         self.scaled = self.accelerator.scaler is not None
         self.step_schedulers = [c for c in session.trainer.lr_scheduler_configs if c.interval == "step"]
         self.zero_grad = self._zero_grad if overrides(self.module, "optimizer_zero_grad", TrainModule) else None

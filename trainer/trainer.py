@@ -270,12 +270,14 @@ class Trainer(TrainerState):
 
     def log_dict(self, values: dict[str, float]) -> None:
         """Add numbers that are the same on every rank to the next row; for callbacks."""
+        if self.metrics is None:
+            raise RuntimeError("Expected a run to log to. Received: none. Call log_dict from a hook.")
         self.metrics.pending.update(values)
 
     def reduce_metrics(self) -> None:
         """Reduce what was logged in this step now, so that ``callback_metrics`` is fresh; every rank has to call it."""
         if self.session is not None and self.session.loop is not None and self.stage == "train":
-            self.metrics.reduce_step("train", self.progress.step)
+            self.session.metrics.reduce_step("train", self.progress.step)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, without breaking a progress bar."""

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drivetrain import Callback, EarlyStopping, GradientAccumulation, GradientClipping, ModelCheckpoint, Trainer, TrainModule
+from drivetrain import (
+    Callback,
+    DataModule,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClipping,
+    ModelCheckpoint,
+    Timer,
+    Tracking,
+    Trainer,
+    TrainModule,
+)
 from drivetrain.tests.loop.models import Line, Slope, Validated, loader, quiet
 from torch.utils.data import DataLoader
 
@@ -25,6 +36,8 @@ from torch.utils.data import DataLoader
         ({"gradient_clip_val": 1.0, "callbacks": GradientClipping(2.0)}, "gradient_clip_val=1.0"),
         ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, "enable_checkpointing"),
         ({"barebones": True, "enable_progress_bar": True}, "barebones"),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "val_check_interval=0.5"),
+        ({"logger": Tracking("csv"), "callbacks": Tracking("csv")}, "Tracking"),
         ({"seed": -1}, "seed"), ({"logger": "tensorbord"}, "tensorboard"),
     ],
 )  # fmt: skip
@@ -60,6 +73,28 @@ def test_modules_and_data_are_checked_before_training(make, data, word):
     with pytest.raises((ValueError, TypeError), match=r"(?s)Expected.*Received") as caught:
         quiet(max_epochs=1).fit(make(), data)
     assert word in str(caught.value)
+
+
+def test_a_data_module_in_the_place_of_loaders_comes_alone():
+    with pytest.raises(ValueError, match="Expected loaders or a data module. Received: both"):
+        quiet(max_epochs=1).fit(Line(), DataModule.from_datasets([1.0]), loader(4))
+    with pytest.raises(ValueError, match="Expected one data module. Received: two"):
+        quiet(max_epochs=1).fit(Line(), DataModule.from_datasets([1.0]), DataModule.from_datasets([1.0]))
+
+
+def test_a_timer_without_a_duration_is_no_limit():
+    with pytest.warns(UserWarning, match="Expected max_epochs, max_steps or max_time. Received: none"):
+        quiet(limit_train_batches=0, callbacks=[Timer(), StopAtOnce()]).fit(Line(), loader(4))
+
+
+def test_values_need_a_run():
+    with pytest.raises(RuntimeError, match="Expected a run to log to"):
+        quiet(max_epochs=1).log_dict({"speed": 1.0})
+
+
+class StopAtOnce(Callback):
+    def on_train_start(self, trainer, module):
+        trainer.should_stop = True
 
 
 def test_an_empty_loader():

@@ -535,3 +535,11 @@ def test_a_fit_goes_on_from_the_end_of_another(tmp_path):
     quiet(max_epochs=3, seed=1).fit(second, loader(8, shuffle=True), ckpt_path=tmp_path / "c")
     assert first.seen + second.seen == whole.seen
     assert torch.equal(second.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize(("asked", "most"), [(2, 2), (-1, 3), (5, 3)])
+def test_batches_of_the_sanity_check(asked, most):
+    trainer = quiet(max_epochs=1, num_sanity_val_steps=asked)
+    trainer.fit(Validated(), loader(4), loader(6))
+    assert trainer.num_val_batches == [3]
+    assert trainer.num_sanity_val_batches == [most]
