@@ -51,19 +51,20 @@ def relaunch(processes: int, *, variables: Mapping[str, str | None] | None = Non
 
 def run_script(argv: Sequence[Any], processes: int, *, nodes: int = 1, node_rank: int = 0,
                main_address: str | None = None, main_port: int | None = None, max_restarts: int = 0,
-               monitor_interval: float = 0.1, variables: Mapping[str, str | None] | None = None) -> int:
+               monitor_interval: float = 0.1, variables: Mapping[str, str | None] | None = None, **options: Any) -> int:
     """Run `python argv…` in `processes` ranks on this node, through torchrun's elastic agent; return its exit code.
 
     The code is 0, that of the rank that failed first (128 + the signal for one that was killed), or 128 + the signal
     that stopped this process. `variables` are added to the ranks' environment (None removes one). On several nodes
-    every one calls this with its `node_rank` and rank 0's `main_address` and `main_port`.
+    every one calls this with its `node_rank` and rank 0's `main_address` and `main_port`. `options` are further ones of
+    torch's LaunchConfig.
     """
     _check_count(processes)
     endpoint = _endpoint(nodes, node_rank, main_address, main_port)
     arguments = ["-u", *map(str, argv)]  # unbuffered, as torchrun runs them: a killed rank loses no line
     try:
         _run_agent(sys.executable, arguments, processes, nodes=nodes, variables=variables, max_restarts=max_restarts,
-                   monitor_interval=monitor_interval, **endpoint)
+                   monitor_interval=monitor_interval, **{**endpoint, **options})
     except LaunchError as error:
         print(f"\n{error}", file=sys.stderr, flush=True)
         return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...strategies import environment
 from . import document
-from .launch_settings import SECTIONS, SETTINGS, Setting, nearest
+from .launch_settings import SECTIONS, SETTINGS, Setting, nearest, upper
 from .sources import UsageError, default_config
 
 _RENAMED = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "use_cpu": "cpu"}
@@ -21,7 +21,7 @@ _GONE = {"ipex_config", "use_xpu", "tp_config", "fp16", "deepspeed_fields_from_a
 _PREFIXES = {"fsdp_config": "fsdp_", "megatron_lm_config": "megatron_lm_", "dynamo_config": "dynamo_",
              "parallelism_config": "parallelism_config_", "fp8_config": "fp8_", "mpirun_config": "mpirun_"}  # fmt: skip
 _SHARDINGS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-_ACCELERATED = ("gradient_accumulation_steps", "gradient_clipping")  # stand in DeepSpeed's section there
+_SHARED = ("gradient_accumulation_steps", "gradient_clipping")  # stand in DeepSpeed's section, and count only there
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,13 @@ def tree(path: Path) -> dict[str, Any]:
 def values(written: dict[str, Any], source: str) -> dict[str, Any]:
     """Return what a file says by the names of settings; raises UsageError for keys and values that do not exist."""
     found: dict[str, Any] = {}
-    for key, value in _modern(written).items():
+    modern = _modern(written)
+    label = modern.get("distributed_type", "DEEPSPEED")
+    others = set() if upper(label) == "DEEPSPEED" else {("deepspeed_config", name) for name in _SHARED}
+    for key, value in modern.items():
         if key in SECTIONS:
-            found |= _section(key, value, source)
+            section = _section(key, value, source)
+            found |= {name: read for name, read in section.items() if (key, name) not in others}
         elif key not in _GONE:
             setting = _known(key, _tops(), source)
             found[setting.name] = setting.read(value, source)
@@ -118,7 +122,8 @@ def _modern(written: dict[str, Any]) -> dict[str, Any]:
         del new["dynamo_backend"]
     if new.get("fp16") is True and "mixed_precision" not in new:
         new["mixed_precision"] = "fp16"
-    if str(new.get("distributed_type")).upper() == "TPU":
+    label = str(new.get("distributed_type")).upper()
+    if label == "TPU":
         new["distributed_type"] = "XLA"
     return new
 
@@ -129,7 +134,7 @@ def _section(section: str, content: Any, source: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"Expected {section} to hold keys and values. Received: {content!r} ({source}).")
     known = [name for name, setting in SETTINGS.items() if setting.section == section]
-    known += _ACCELERATED if section == "deepspeed_config" else ()
+    known += _SHARED if section == "deepspeed_config" else ()
     prefix = _PREFIXES.get(section, "")
     found: dict[str, Any] = {}
     for key, value in content.items():

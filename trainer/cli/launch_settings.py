@@ -52,7 +52,8 @@ class Setting:
         try:
             read = None if value is None else self.kind(value)
         except (ValueError, TypeError):
-            wanted = {whole: "a whole number", number: "a number", truth: "true or false"}.get(self.kind, "another value")
+            kinds = {whole: "a whole number", number: "a number", truth: "true or false"}
+            wanted = kinds.get(self.kind, "another value")
             raise UsageError(f"Expected {self.name} to be {wanted}. Received: {value!r} ({source}).") from None
         if self.choices and read is not None and read not in self.choices:
             raise UsageError(
@@ -263,7 +264,8 @@ _SAGEMAKER = tuple(
     for name, text in (
         ("ec2_instance_type", "kind of machine"), ("iam_role_name", "role"), ("image_uri", "image"),
         ("profile", "AWS profile"), ("region", "AWS region"), ("base_job_name", "name of jobs"),
-        ("pytorch_version", "version there"), ("transformers_version", "version there"), ("py_version", "version there"),
+        ("pytorch_version", "version there"), ("transformers_version", "version there"),
+        ("py_version", "version there"),
         ("sagemaker_inputs_file", "file of inputs"), ("sagemaker_metrics_file", "file of metrics"),
     )
 ) + (
@@ -292,14 +294,16 @@ _ALL = (
     *_in("fsdp_config", _FSDP, "", "FSDP"), *_in("deepspeed_config", _DEEPSPEED, "ACCELERATE_DEEPSPEED_", "DeepSpeed"),
     *_in("megatron_lm_config", _MEGATRON, "", "Megatron-LM"),
     *_in("parallelism_config", _PARALLELISM, "", "ParallelismConfig"),
-    *_in("fp8_config", _FP8, "ACCELERATE_"), *(replace(row, section="mpirun_config") for row in _MPI), *_TPU, *_SAGEMAKER,
+    *_in("fp8_config", _FP8, "ACCELERATE_"), *(replace(row, section="mpirun_config") for row in _MPI),
+    *_TPU, *_SAGEMAKER,
 )  # fmt: skip
 SETTINGS = {row.name: replace(row, variable=_OWN_VARIABLES.get(row.name, row.variable)) for row in _ALL}
 """Every setting by its name."""
 
 SECTIONS = {row.section for row in SETTINGS.values() if row.section}
-ABSENT_SWITCHES = {"use_deepspeed": "DeepSpeed", "use_fsdp": "FSDP", "use_megatron_lm": "Megatron-LM",
-                   "use_parallelism_config": "ParallelismConfig", "tpu": "TPU (XLA)"}  # fmt: skip
+ABSENT_SWITCHES = {"use_deepspeed": "DeepSpeed", "use_fsdp": "FSDP",
+                   "use_megatron_lm": "Megatron-LM", "use_parallelism_config": "ParallelismConfig",
+                   "tpu": "TPU (XLA)"}  # fmt: skip
 _REGISTERED = {"DeepSpeed": "deepspeed", "FSDP": "fsdp", "Megatron-LM": "megatron", "TPU (XLA)": "xla",
                "ParallelismConfig": "tensor_parallel"}  # fmt: skip
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import help as pages
 from .main import COMMANDS
+from .reporting import log_to_stderr
 from .sources import check, collect, plain_errors
 
 
@@ -24,7 +24,7 @@ def main(command: str, args: Sequence[str]) -> int:
         _import_from_here()
         if {"-h", "--help"} & set(args):
             return _class_help(layers)
-    _log_to_stderr()
+    log_to_stderr()
     from .train_cli import TrainCLI
 
     TrainCLI(args=[command, *args], parser_kwargs={"prog": prog})
@@ -44,13 +44,3 @@ def _import_from_here() -> None:
     here = str(Path.cwd())
     if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
         sys.path.insert(0, here)
-
-
-def _log_to_stderr() -> None:
-    """Show what drivetrain reports; a program that configures logging itself keeps its own way."""
-    logger = logging.getLogger(__package__.split(".")[0])
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)

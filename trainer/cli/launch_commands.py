@@ -1,0 +1,65 @@
+"""The command lines of other launchers: MPI's mpirun, and gcloud for TPU pods."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from .launch_arguments import Launch
+from .sources import UsageError
+
+
+def mpi_kind() -> str | None:
+    """Return which MPI `mpirun` belongs to, openmpi, mpich (Intel's too) or mvapich; None where there is none."""
+    if shutil.which("mpirun") is None:
+        return None
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60, check=False)
+    text = (said.stdout + said.stderr).lower()
+    if "open mpi" in text or "openrte" in text:
+        return "openmpi"
+    return "mvapich" if "mvapich" in text else "mpich"
+
+
+def mpirun(launch: Launch, program: Sequence[str], *, local: int, variables: Mapping[str, str], kind: str) -> list[str]:
+    """Return the command that starts `program` on all hosts of the hostfile, `local` processes on each.
+
+    Open MPI takes `--hostfile`, `-npernode` and `-x NAME=VALUE`; MPICH and Intel MPI `-f`, `-ppn` and
+    `-genv NAME VALUE`; MVAPICH `-hostfile`, `-ppn` and `-genv`.
+    """
+    address = launch["main_process_ip"] or "127.0.0.1"
+    everywhere = {"MASTER_ADDR": address, "MASTER_PORT": str(launch["main_process_port"] or 29500), **variables}
+    if launch["mpirun_ccl"]:
+        everywhere["CCL_WORKER_COUNT"] = launch["mpirun_ccl"]
+    hostfile, per_node = {
+        "openmpi": ("--hostfile", "-npernode"), "mpich": ("-f", "-ppn"), "mvapich": ("-hostfile", "-ppn"),
+    }[kind]  # fmt: skip
+    words = ["mpirun", hostfile, launch["mpirun_hostfile"], "-n", str(launch["num_processes"]), per_node, str(local)]
+    for name, value in sorted(everywhere.items()):
+        words += ["-x", f"{name}={value}"] if kind == "openmpi" else ["-genv", name, value]
+    return [*words, *program]
+
+
+def tpu_pod(launch: Launch, program: Sequence[str]) -> list[list[str]]:
+    """Return the commands that start `program` on every worker of a TPU pod, or on each named TPU VM."""
+    exports = [f"export {shlex.quote(one)}" for one in launch["tpu_env"] or []]
+    start = shlex.join([*(["sudo"] if launch["tpu_use_sudo"] else []), *program])
+    zone = ["--zone", launch["tpu_zone"]] if launch["tpu_zone"] else []
+    remote = "; ".join([*exports, start])
+    if launch["tpu_name"]:
+        return [_gcloud(launch["tpu_name"], zone, remote, everywhere=True)]
+    if not launch["tpu_vm"]:
+        raise UsageError("Expected a TPU pod. Received: no name. Write tpu_name in the launch file, or --vm NAME.")
+    return [_gcloud(name, zone, remote, everywhere=False) for name in launch["tpu_vm"]]
+
+
+def on_pod(name: str, zone: str | None, commands: Sequence[str], *, alpha: bool = False) -> list[str]:
+    """Return the command that runs shell commands on every worker of a TPU pod."""
+    return _gcloud(name, ["--zone", zone] if zone else [], "; ".join(commands), everywhere=True, alpha=alpha)
+
+
+def _gcloud(name: str, zone: list[str], remote: str, *, everywhere: bool, alpha: bool = False) -> list[str]:
+    worker = ["--worker", "all"] if everywhere else []
+    tool = ["gcloud", "alpha"] if alpha else ["gcloud"]
+    return [*tool, "compute", "tpus", "tpu-vm", "ssh", name, *zone, "--command", remote, *worker]
