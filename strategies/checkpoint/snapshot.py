@@ -98,8 +98,10 @@ class Saves:
 
     def release(self) -> None:
         """Wait, and let go of the memory that is kept for the next save."""
-        self.wait()
-        self._buffers = Buffers()
+        try:
+            self.wait()
+        finally:
+            self._buffers = Buffers()
 
     def _begin(self, directory: str | Path, fill: Callable[[Any], None], metadata: dict[str, Any]) -> None:
         if self._own_world is None:
