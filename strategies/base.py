@@ -138,9 +138,9 @@ class Strategy:
 
     def prepare_loader(self, loader: Any, **options: Any) -> Any:
         """Returns the loader that gives this process its share of every batch."""
-        from .data.loader import prepare_data_loader
+        from .data.preparing import prepare_loader
 
-        return prepare_data_loader(loader, world=self.world, **options)
+        return prepare_loader(loader, world=self.world, **options)
 
     def unwrap(self, model: Any, *, keep_compiled: bool = False) -> torch.nn.Module:
         """Returns the user's own module inside what this engine and, unless it is kept, a compiler put around it."""

@@ -285,7 +285,8 @@ def _write(target: Tensor, source: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's memory (a copy where it is not contiguous) as bytes, which every backend carries for every dtype."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous()  # one element may keep any stride
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_tensor(value: Any) -> Tensor:

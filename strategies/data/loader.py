@@ -36,25 +36,19 @@ BATCH = 2  # what a seed is derived for
 def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device | str | None = None,
                         put_on_device: bool = True, seed: int = 0, config: DataLoaderConfiguration | None = None,
                         gradient_state: Any = None, non_blocking: bool = False,
-                        slice_fn_for_dispatch: Any = None) -> DataLoaderShard:
+                        kind: type[DataLoaderShard] | None = None) -> DataLoaderShard:
     """A loader of this rank's share of the batches of a DataLoader, or of any other iterable of batches.
 
-    `seed` is the same on every rank. Collective where the user's generators, or loaders with a share of their own,
-    have to be agreed on. Raises TypeError for what is no loader, ValueError for an empty one and for settings that
-    exclude each other.
+    `seed` is the same on every rank, `kind` the class of what is made. Collective where the user's generators, or
+    loaders with a share of their own, have to be agreed on. Raises TypeError for what is no loader, ValueError for an
+    empty one and for settings that exclude each other.
     """
     if isinstance(dataloader, (DataLoaderShard, SkippedLoader)):
         return dataloader  # type: ignore[return-value]  # a view has all that its loader has
     config = config or DataLoaderConfiguration()
-    if config.dispatch_batches or slice_fn_for_dispatch is not None:
-        raise ValueError(
-            "Expected neither dispatch_batches=True nor slice_fn_for_dispatch. Received: dispatch_batches="
-            f"{config.dispatch_batches}, slice_fn_for_dispatch={slice_fn_for_dispatch}. Leave them out: rank 0 does "
-            "not read for the others here, every rank reads what it needs, of iterable data too."
-        )
     loader = dataloader if _ordinary(dataloader) else _wrapped(dataloader)
-    shard = DataLoaderShard(loader, world=world, config=config, gradient_state=gradient_state,
-                            seed=seed if config.data_seed is None else config.data_seed)
+    shard = (kind or DataLoaderShard)(loader, world=world, config=config, gradient_state=gradient_state,
+                                      seed=seed if config.data_seed is None else config.data_seed)
     if loader is not dataloader:
         shard.base, shard.dataset = dataloader, getattr(dataloader, "dataset", dataloader)
     if device is not None and put_on_device and torch.device(device).type != "cpu":
@@ -286,8 +280,11 @@ class _Iterable(IterableDataset):
 
 
 def _ordinary(loader: Any) -> bool:
-    """Whether this is torch's DataLoader, iterated as torch does."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    """Whether this is torch's DataLoader (or torchdata's with a state), iterated as torch does."""
+    if not isinstance(loader, DataLoader):
+        return False
+    stateful = type(loader).__module__.startswith("torchdata.stateful_dataloader")
+    if type(loader).__iter__ is not DataLoader.__iter__ and not stateful:
         return False
     if isinstance(loader.dataset, IterDataPipe):
         raise TypeError(

@@ -447,8 +447,6 @@ def test_loader_that_turns_out_empty():
 
 
 def test_settings_that_exclude_each_other():
-    with pytest.raises(ValueError, match="dispatch_batches=True"):
-        numbers(4, config=DataLoaderConfiguration(dispatch_batches=True))
     with pytest.raises(ValueError, match="Take a multiple of 3"):
         numbers(12, 4, size=3, config=DataLoaderConfiguration(split_batches=True))
 
