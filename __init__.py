@@ -65,9 +65,196 @@ _EXPORTS: dict[str, str] = {
     "GradientState": "strategies.gradients",
     "PartialState": "strategies.state",
     # Functions
-    "prepare_data_loader": "strategies.data.loader",
+    "prepare_data_loader": "strategies.data.preparing",
+    "prove_resume": "trainer.proof",
     "set_seed": "strategies.random",
     "skip_first_batches": "strategies.data.loader",
+    # Data
+    "SeedableRandomSampler": "strategies.data.shards",
+    "BatchSamplerShard": "strategies.data.shards",
+    "IterableDatasetShard": "strategies.data.shards",
+    "SkipBatchSampler": "strategies.data.shards",
+    "SkipDataLoader": "strategies.data.shards",
+    "get_sampler": "strategies.data.shards",
+    "DataLoaderDispatcher": "strategies.data.dispatcher",
+    "DataLoaderShard": "strategies.data.loader",
+    # Between processes
+    "broadcast": "strategies.collectives",
+    "broadcast_object_list": "strategies.collectives",
+    "gather": "strategies.collectives",
+    "gather_object": "strategies.collectives",
+    "pad_across_processes": "strategies.collectives",
+    "reduce": "strategies.collectives",
+    "CannotPadNestedTensorWarning": "strategies.collectives",
+    "DistributedOperationException": "strategies.world",
+    "synchronize_rng_state": "strategies.agreement",
+    "synchronize_rng_states": "strategies.agreement",
+    "MultiProcessAdapter": "strategies.messages",
+    "get_logger": "strategies.messages",
+    "tqdm": "strategies.messages",
+    "LocalSGD": "trainer.local_sgd",
+    # Nested data
+    "TensorInformation": "strategies.nested",
+    "concatenate": "strategies.nested",
+    "convert_outputs_to_fp32": "strategies.nested",
+    "convert_to_fp32": "strategies.nested",
+    "find_batch_size": "strategies.nested",
+    "find_device": "strategies.nested",
+    "get_data_structure": "strategies.nested",
+    "get_shape": "strategies.nested",
+    "honor_type": "strategies.nested",
+    "ignorant_find_batch_size": "strategies.nested",
+    "initialize_tensors": "strategies.nested",
+    "is_namedtuple": "strategies.nested",
+    "is_tensor_information": "strategies.nested",
+    "is_torch_tensor": "strategies.nested",
+    "listify": "strategies.nested",
+    "pad_input_tensors": "strategies.nested",
+    "recursively_apply": "strategies.nested",
+    "send_to_device": "strategies.nested",
+    "slice_tensors": "strategies.nested",
+    # Models and weights
+    "save": "strategies.weights",
+    "load": "strategies.weights",
+    "load_state_dict": "strategies.weights",
+    "load_checkpoint_in_model": "strategies.weights",
+    "clean_state_dict_for_safetensors": "strategies.weights",
+    "named_module_tensors": "strategies.weights",
+    "find_tied_parameters": "strategies.weights",
+    "retie_parameters": "strategies.weights",
+    "init_empty_weights": "strategies.empty_weights",
+    "init_on_device": "strategies.empty_weights",
+    "extract_model_from_parallel": "strategies.wrappers",
+    "is_compiled_module": "strategies.wrappers",
+    "has_compiled_regions": "strategies.wrappers",
+    "compile_regions": "strategies.wrappers",
+    "is_repeated_blocks": "strategies.wrappers",
+    "has_repeated_blocks": "strategies.wrappers",
+    "model_has_dtensor": "strategies.wrappers",
+    "is_peft_model": "strategies.wrappers",
+    "get_module_children_bottom_up": "strategies.wrappers",
+    "get_pretty_name": "strategies.wrappers",
+    "recursive_getattr": "strategies.wrappers",
+    "merge_dicts": "strategies.wrappers",
+    "convert_bytes": "strategies.sizes",
+    "convert_file_size_to_int": "strategies.sizes",
+    "dtype_byte_size": "strategies.sizes",
+    "compute_module_sizes": "strategies.sizes",
+    "id_tensor_storage": "strategies.sizes",
+    "clear_device_cache": "strategies.memory",
+    "release_memory": "strategies.memory",
+    "should_reduce_batch_size": "strategies.memory",
+    "find_executable_batch_size": "strategies.memory",
+    "MODEL_NAME": "strategies.file_names",
+    "OPTIMIZER_NAME": "strategies.file_names",
+    "SCHEDULER_NAME": "strategies.file_names",
+    "SAMPLER_NAME": "strategies.file_names",
+    "SCALER_NAME": "strategies.file_names",
+    "RNG_STATE_NAME": "strategies.file_names",
+    "WEIGHTS_NAME": "strategies.file_names",
+    "WEIGHTS_PATTERN_NAME": "strategies.file_names",
+    "WEIGHTS_INDEX_NAME": "strategies.file_names",
+    "SAFE_MODEL_NAME": "strategies.file_names",
+    "SAFE_WEIGHTS_NAME": "strategies.file_names",
+    "SAFE_WEIGHTS_PATTERN_NAME": "strategies.file_names",
+    "SAFE_WEIGHTS_INDEX_NAME": "strategies.file_names",
+    "PROFILE_PATTERN_NAME": "strategies.file_names",
+    # Launching
+    "debug_launcher": "strategies.launch",
+    "notebook_launcher": "strategies.launch",
+    # Environment
+    "patch_environment": "strategies.variables",
+    "clear_environment": "strategies.variables",
+    "purge_accelerate_environment": "strategies.variables",
+    "str_to_bool": "strategies.variables",
+    "get_int_from_env": "strategies.variables",
+    "parse_flag_from_env": "strategies.variables",
+    "parse_choice_from_env": "strategies.variables",
+    "convert_dict_to_env_variables": "strategies.variables",
+    "are_libraries_initialized": "strategies.variables",
+    # What is installed
+    "has_package": "strategies.availability",
+    "compare_versions": "strategies.availability",
+    "is_torch_version": "strategies.availability",
+    "deepspeed_required": "strategies.availability",
+    "torchao_required": "strategies.availability",
+    "is_bf16_available": "strategies.availability",
+    "is_fp16_available": "strategies.availability",
+    "is_fp8_available": "strategies.availability",
+    "is_cuda_available": "strategies.availability",
+    "is_rocm_available": "strategies.availability",
+    "is_mps_available": "strategies.availability",
+    "is_xpu_available": "strategies.availability",
+    "is_xccl_available": "strategies.availability",
+    "is_hpu_available": "strategies.availability",
+    "is_habana_gaudi1": "strategies.availability",
+    "is_npu_available": "strategies.availability",
+    "is_mlu_available": "strategies.availability",
+    "is_musa_available": "strategies.availability",
+    "is_sdaa_available": "strategies.availability",
+    "is_neuron_available": "strategies.availability",
+    "is_torch_xla_available": "strategies.availability",
+    "is_weights_only_available": "strategies.availability",
+    "is_bnb_available": "strategies.availability",
+    "is_4bit_bnb_available": "strategies.availability",
+    "is_8bit_bnb_available": "strategies.availability",
+    "is_bitsandbytes_multi_backend_available": "strategies.availability",
+    "is_transformer_engine_mxfp8_available": "strategies.availability",
+    "is_aim_available": "strategies.availability",
+    "is_amdsmi_available": "strategies.availability",
+    "is_boto3_available": "strategies.availability",
+    "is_clearml_available": "strategies.availability",
+    "is_comet_ml_available": "strategies.availability",
+    "is_datasets_available": "strategies.availability",
+    "is_deepspeed_available": "strategies.availability",
+    "is_dvclive_available": "strategies.availability",
+    "is_import_timer_available": "strategies.availability",
+    "is_lomo_available": "strategies.availability",
+    "is_matplotlib_available": "strategies.availability",
+    "is_megatron_lm_available": "strategies.availability",
+    "is_mlflow_available": "strategies.availability",
+    "is_msamp_available": "strategies.availability",
+    "is_pandas_available": "strategies.availability",
+    "is_peft_available": "strategies.availability",
+    "is_pippy_available": "strategies.availability",
+    "is_pynvml_available": "strategies.availability",
+    "is_pytest_available": "strategies.availability",
+    "is_rich_available": "strategies.availability",
+    "is_sagemaker_available": "strategies.availability",
+    "is_schedulefree_available": "strategies.availability",
+    "is_swanlab_available": "strategies.availability",
+    "is_tensorboard_available": "strategies.availability",
+    "is_timm_available": "strategies.availability",
+    "is_torchao_available": "strategies.availability",
+    "is_torchdata_available": "strategies.availability",
+    "is_torchdata_stateful_dataloader_available": "strategies.availability",
+    "is_torchvision_available": "strategies.availability",
+    "is_trackio_available": "strategies.availability",
+    "is_transformer_engine_available": "strategies.availability",
+    "is_transformers_available": "strategies.availability",
+    "is_triton_available": "strategies.availability",
+    "is_wandb_available": "strategies.availability",
+    # Further settings
+    "ComputeEnvironment": "strategies.settings",
+    "CustomDtype": "strategies.settings",
+    "FP8BackendType": "strategies.settings",
+    "KwargsHandler": "strategies.settings",
+    "SageMakerDistributedType": "strategies.settings",
+    # Ports
+    "get_free_port": "strategies.ports",
+    "is_port_in_use": "strategies.ports",
+    # Meeting
+    "wait_for_everyone": "strategies.agreement",
+    # More of trackers
+    "filter_trackers": "callbacks.tracking.base",
+    "get_available_trackers": "callbacks.tracking.base",
+    "on_main_process": "callbacks.tracking.base",
+    # The launch file
+    "write_basic_config": "trainer.cli.basic_config",
+    # What is prepared
+    "AcceleratedOptimizer": "strategies.optimizer",
+    "AcceleratedScheduler": "strategies.scheduler",
+    "BaseEnum": "strategies.settings",
 }
 """Name → the module that defines it."""
 
@@ -94,7 +281,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
     from .strategies.base import SingleDeviceStrategy as SingleDeviceStrategy
     from .strategies.base import Strategy as Strategy
-    from .strategies.data.loader import prepare_data_loader as prepare_data_loader
+    from .strategies.data.preparing import prepare_data_loader as prepare_data_loader
     from .strategies.data.loader import skip_first_batches as skip_first_batches
     from .strategies.ddp import DDPStrategy as DDPStrategy
     from .strategies.gradients import GradientState as GradientState
@@ -120,7 +307,185 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .trainer.cli.train_cli import TrainCLI as TrainCLI
     from .trainer.datamodule import DataModule as DataModule
     from .trainer.module import TrainModule as TrainModule
+    from .trainer.proof import prove_resume as prove_resume
     from .trainer.trainer import Trainer as Trainer
+    from .strategies.data.shards import SeedableRandomSampler as SeedableRandomSampler
+    from .strategies.data.shards import BatchSamplerShard as BatchSamplerShard
+    from .strategies.data.shards import IterableDatasetShard as IterableDatasetShard
+    from .strategies.data.shards import SkipBatchSampler as SkipBatchSampler
+    from .strategies.data.shards import SkipDataLoader as SkipDataLoader
+    from .strategies.data.shards import get_sampler as get_sampler
+    from .strategies.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
+    from .strategies.data.loader import DataLoaderShard as DataLoaderShard
+    from .strategies.collectives import broadcast as broadcast
+    from .strategies.collectives import broadcast_object_list as broadcast_object_list
+    from .strategies.collectives import gather as gather
+    from .strategies.collectives import gather_object as gather_object
+    from .strategies.collectives import pad_across_processes as pad_across_processes
+    from .strategies.collectives import reduce as reduce
+    from .strategies.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+    from .strategies.world import DistributedOperationException as DistributedOperationException
+    from .strategies.agreement import synchronize_rng_state as synchronize_rng_state
+    from .strategies.agreement import synchronize_rng_states as synchronize_rng_states
+    from .strategies.messages import MultiProcessAdapter as MultiProcessAdapter
+    from .strategies.messages import get_logger as get_logger
+    from .strategies.messages import tqdm as tqdm
+    from .trainer.local_sgd import LocalSGD as LocalSGD
+    from .strategies.nested import TensorInformation as TensorInformation
+    from .strategies.nested import concatenate as concatenate
+    from .strategies.nested import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from .strategies.nested import convert_to_fp32 as convert_to_fp32
+    from .strategies.nested import find_batch_size as find_batch_size
+    from .strategies.nested import find_device as find_device
+    from .strategies.nested import get_data_structure as get_data_structure
+    from .strategies.nested import get_shape as get_shape
+    from .strategies.nested import honor_type as honor_type
+    from .strategies.nested import ignorant_find_batch_size as ignorant_find_batch_size
+    from .strategies.nested import initialize_tensors as initialize_tensors
+    from .strategies.nested import is_namedtuple as is_namedtuple
+    from .strategies.nested import is_tensor_information as is_tensor_information
+    from .strategies.nested import is_torch_tensor as is_torch_tensor
+    from .strategies.nested import listify as listify
+    from .strategies.nested import pad_input_tensors as pad_input_tensors
+    from .strategies.nested import recursively_apply as recursively_apply
+    from .strategies.nested import send_to_device as send_to_device
+    from .strategies.nested import slice_tensors as slice_tensors
+    from .strategies.weights import save as save
+    from .strategies.weights import load as load
+    from .strategies.weights import load_state_dict as load_state_dict
+    from .strategies.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from .strategies.weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+    from .strategies.weights import named_module_tensors as named_module_tensors
+    from .strategies.weights import find_tied_parameters as find_tied_parameters
+    from .strategies.weights import retie_parameters as retie_parameters
+    from .strategies.empty_weights import init_empty_weights as init_empty_weights
+    from .strategies.empty_weights import init_on_device as init_on_device
+    from .strategies.wrappers import extract_model_from_parallel as extract_model_from_parallel
+    from .strategies.wrappers import is_compiled_module as is_compiled_module
+    from .strategies.wrappers import has_compiled_regions as has_compiled_regions
+    from .strategies.wrappers import compile_regions as compile_regions
+    from .strategies.wrappers import is_repeated_blocks as is_repeated_blocks
+    from .strategies.wrappers import has_repeated_blocks as has_repeated_blocks
+    from .strategies.wrappers import model_has_dtensor as model_has_dtensor
+    from .strategies.wrappers import is_peft_model as is_peft_model
+    from .strategies.wrappers import get_module_children_bottom_up as get_module_children_bottom_up
+    from .strategies.wrappers import get_pretty_name as get_pretty_name
+    from .strategies.wrappers import recursive_getattr as recursive_getattr
+    from .strategies.wrappers import merge_dicts as merge_dicts
+    from .strategies.sizes import convert_bytes as convert_bytes
+    from .strategies.sizes import convert_file_size_to_int as convert_file_size_to_int
+    from .strategies.sizes import dtype_byte_size as dtype_byte_size
+    from .strategies.sizes import compute_module_sizes as compute_module_sizes
+    from .strategies.sizes import id_tensor_storage as id_tensor_storage
+    from .strategies.memory import clear_device_cache as clear_device_cache
+    from .strategies.memory import release_memory as release_memory
+    from .strategies.memory import should_reduce_batch_size as should_reduce_batch_size
+    from .strategies.memory import find_executable_batch_size as find_executable_batch_size
+    from .strategies.file_names import MODEL_NAME as MODEL_NAME
+    from .strategies.file_names import OPTIMIZER_NAME as OPTIMIZER_NAME
+    from .strategies.file_names import SCHEDULER_NAME as SCHEDULER_NAME
+    from .strategies.file_names import SAMPLER_NAME as SAMPLER_NAME
+    from .strategies.file_names import SCALER_NAME as SCALER_NAME
+    from .strategies.file_names import RNG_STATE_NAME as RNG_STATE_NAME
+    from .strategies.file_names import WEIGHTS_NAME as WEIGHTS_NAME
+    from .strategies.file_names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+    from .strategies.file_names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+    from .strategies.file_names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+    from .strategies.file_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+    from .strategies.file_names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+    from .strategies.file_names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+    from .strategies.file_names import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+    from .strategies.launch import debug_launcher as debug_launcher
+    from .strategies.launch import notebook_launcher as notebook_launcher
+    from .strategies.variables import patch_environment as patch_environment
+    from .strategies.variables import clear_environment as clear_environment
+    from .strategies.variables import purge_accelerate_environment as purge_accelerate_environment
+    from .strategies.variables import str_to_bool as str_to_bool
+    from .strategies.variables import get_int_from_env as get_int_from_env
+    from .strategies.variables import parse_flag_from_env as parse_flag_from_env
+    from .strategies.variables import parse_choice_from_env as parse_choice_from_env
+    from .strategies.variables import convert_dict_to_env_variables as convert_dict_to_env_variables
+    from .strategies.variables import are_libraries_initialized as are_libraries_initialized
+    from .strategies.availability import has_package as has_package
+    from .strategies.availability import compare_versions as compare_versions
+    from .strategies.availability import is_torch_version as is_torch_version
+    from .strategies.availability import deepspeed_required as deepspeed_required
+    from .strategies.availability import torchao_required as torchao_required
+    from .strategies.availability import is_bf16_available as is_bf16_available
+    from .strategies.availability import is_fp16_available as is_fp16_available
+    from .strategies.availability import is_fp8_available as is_fp8_available
+    from .strategies.availability import is_cuda_available as is_cuda_available
+    from .strategies.availability import is_rocm_available as is_rocm_available
+    from .strategies.availability import is_mps_available as is_mps_available
+    from .strategies.availability import is_xpu_available as is_xpu_available
+    from .strategies.availability import is_xccl_available as is_xccl_available
+    from .strategies.availability import is_hpu_available as is_hpu_available
+    from .strategies.availability import is_habana_gaudi1 as is_habana_gaudi1
+    from .strategies.availability import is_npu_available as is_npu_available
+    from .strategies.availability import is_mlu_available as is_mlu_available
+    from .strategies.availability import is_musa_available as is_musa_available
+    from .strategies.availability import is_sdaa_available as is_sdaa_available
+    from .strategies.availability import is_neuron_available as is_neuron_available
+    from .strategies.availability import is_torch_xla_available as is_torch_xla_available
+    from .strategies.availability import is_weights_only_available as is_weights_only_available
+    from .strategies.availability import is_bnb_available as is_bnb_available
+    from .strategies.availability import is_4bit_bnb_available as is_4bit_bnb_available
+    from .strategies.availability import is_8bit_bnb_available as is_8bit_bnb_available
+    from .strategies.availability import (
+        is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
+    )
+    from .strategies.availability import is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available
+    from .strategies.availability import is_aim_available as is_aim_available
+    from .strategies.availability import is_amdsmi_available as is_amdsmi_available
+    from .strategies.availability import is_boto3_available as is_boto3_available
+    from .strategies.availability import is_clearml_available as is_clearml_available
+    from .strategies.availability import is_comet_ml_available as is_comet_ml_available
+    from .strategies.availability import is_datasets_available as is_datasets_available
+    from .strategies.availability import is_deepspeed_available as is_deepspeed_available
+    from .strategies.availability import is_dvclive_available as is_dvclive_available
+    from .strategies.availability import is_import_timer_available as is_import_timer_available
+    from .strategies.availability import is_lomo_available as is_lomo_available
+    from .strategies.availability import is_matplotlib_available as is_matplotlib_available
+    from .strategies.availability import is_megatron_lm_available as is_megatron_lm_available
+    from .strategies.availability import is_mlflow_available as is_mlflow_available
+    from .strategies.availability import is_msamp_available as is_msamp_available
+    from .strategies.availability import is_pandas_available as is_pandas_available
+    from .strategies.availability import is_peft_available as is_peft_available
+    from .strategies.availability import is_pippy_available as is_pippy_available
+    from .strategies.availability import is_pynvml_available as is_pynvml_available
+    from .strategies.availability import is_pytest_available as is_pytest_available
+    from .strategies.availability import is_rich_available as is_rich_available
+    from .strategies.availability import is_sagemaker_available as is_sagemaker_available
+    from .strategies.availability import is_schedulefree_available as is_schedulefree_available
+    from .strategies.availability import is_swanlab_available as is_swanlab_available
+    from .strategies.availability import is_tensorboard_available as is_tensorboard_available
+    from .strategies.availability import is_timm_available as is_timm_available
+    from .strategies.availability import is_torchao_available as is_torchao_available
+    from .strategies.availability import is_torchdata_available as is_torchdata_available
+    from .strategies.availability import (
+        is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
+    )
+    from .strategies.availability import is_torchvision_available as is_torchvision_available
+    from .strategies.availability import is_trackio_available as is_trackio_available
+    from .strategies.availability import is_transformer_engine_available as is_transformer_engine_available
+    from .strategies.availability import is_transformers_available as is_transformers_available
+    from .strategies.availability import is_triton_available as is_triton_available
+    from .strategies.availability import is_wandb_available as is_wandb_available
+    from .strategies.settings import ComputeEnvironment as ComputeEnvironment
+    from .strategies.settings import CustomDtype as CustomDtype
+    from .strategies.settings import FP8BackendType as FP8BackendType
+    from .strategies.settings import KwargsHandler as KwargsHandler
+    from .strategies.settings import SageMakerDistributedType as SageMakerDistributedType
+    from .strategies.ports import get_free_port as get_free_port
+    from .strategies.ports import is_port_in_use as is_port_in_use
+    from .strategies.agreement import wait_for_everyone as wait_for_everyone
+    from .callbacks.tracking.base import filter_trackers as filter_trackers
+    from .callbacks.tracking.base import get_available_trackers as get_available_trackers
+    from .callbacks.tracking.base import on_main_process as on_main_process
+    from .trainer.cli.basic_config import write_basic_config as write_basic_config
+    from .strategies.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+    from .strategies.scheduler import AcceleratedScheduler as AcceleratedScheduler
+    from .strategies.settings import BaseEnum as BaseEnum
 
 
 def __getattr__(name: str) -> Any:

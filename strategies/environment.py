@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +94,11 @@ def integer(name: str, default: int | None = None) -> int | None:
     """A variable as an integer; names as for `text`."""
     value = text(name)
     return default if value is None else _integer(name, value)
+
+
+def live() -> MutableMapping[str, str]:
+    """This process's variables themselves, for Accelerate's functions that read and change them (see variables.py)."""
+    return os.environ
 
 
 def child_environment(variables: Mapping[str, str | None] | None = None, *, threads: int = 1) -> dict[str, str]:

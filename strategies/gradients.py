@@ -75,6 +75,9 @@ class GradientState:
         """True: only XLA leaves gradients unreduced until the optimizer steps."""
         return True
 
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:  # transformers.Trainer calls it
+        self.sync_gradients = sync_gradients
+
     @classmethod
     def _reset_state(cls) -> None:
         cls._shared.clear()

@@ -20,6 +20,10 @@ from .settings import DistributedType, InitProcessGroupKwargs
 from .world import World
 
 
+_PLUGINS = ("dynamo_plugin", "parallelism_config", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin",
+            "megatron_lm_plugin")  # fmt: skip
+
+
 class PartialState:
     """Where this process stands, and what only some processes do; sets the world up if nothing has yet."""
 
@@ -40,7 +44,7 @@ class PartialState:
         cls._shared_state["strategy"] = strategy
 
     @classmethod
-    def _reset_state(cls) -> None:
+    def _reset_state(cls, reset_partial_state: bool = True) -> None:
         PartialState._shared_state.clear()
 
     @property
@@ -197,7 +201,7 @@ class AcceleratorState(PartialState):
         super().__init__(cpu, **kwargs)
         if mixed_precision is not None or "_mixed_precision" not in self._shared_state:
             self._shared_state["_mixed_precision"] = mixed_precision or "no"
-        for name in ("dynamo_plugin", "parallelism_config", "deepspeed_plugin"):
+        for name in _PLUGINS:
             if name in settings or name not in self._shared_state:
                 self._shared_state[name] = settings.get(name)
 
@@ -206,7 +210,7 @@ class AcceleratorState(PartialState):
         """Accelerate's word for the precision: "no", "fp16" or "bf16"."""
         return self._shared_state["_mixed_precision"]
 
-    is_fsdp2 = False  # FSDP is not part of this version
+    is_fsdp2 = fork_launched = False
 
 
 def share(inputs: Any, world: World, apply_padding: bool = False) -> Any:

@@ -24,7 +24,7 @@ BUDGETS = {
     "strategies/gradients.py": 150,
     "strategies/optimizer.py": 250,
     "strategies/scheduler.py": 150,
-    "strategies/state.py": 250,
+    "strategies/state.py": 260,  # a place for every plugin
     "strategies/random.py": 150,
     "strategies/launch.py": 400,
     "callbacks/base.py": 200,  # lists every hook of a run, each with its signature and one sentence
