@@ -168,7 +168,7 @@ class Accelerator:
         engine = strategies.create(strategy, size=placement.size)
         engine.setup(placement, device=device, cpu=cpu or environment.flag("USE_CPU"), settings=handlers)
         AcceleratorState.establish(engine)
-        word = mixed_precision if mixed_precision is not None else environment.text("MIXED_PRECISION")
+        word = resolution.precision_name(mixed_precision)
         precision = engine.precision(
             word, autocast=handlers.get(AutocastKwargs), scaler=handlers.get(GradScalerKwargs)
         )
@@ -559,6 +559,7 @@ class Accelerator:
         """
         parameters = resolution.parameter_list(parameters)
         if self.sync_gradients:
+            resolution.check_clipping(max_norm)
             self._unscale_for(parameters)
             self.grad_norm = self.strategy.clip_norm(parameters, max_norm, norm_type)
             return self.grad_norm

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import math
 import os
 from typing import Any
 
 import torch
 
 from ..strategies import environment
+from ..strategies.precision import canonical_name
 from ..strategies.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -69,10 +72,40 @@ def accumulation_plugin(num_steps: int, plugin: GradientAccumulationPlugin | Non
     given = {
         "gradient_accumulation_steps": num_steps if num_steps != 1 else None,
         "gradient_accumulation_plugin.num_steps": None if plugin is None else plugin.num_steps,
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment.integer("GRADIENT_ACCUMULATION_STEPS"),
+        launched("GRADIENT_ACCUMULATION_STEPS"): environment.integer("GRADIENT_ACCUMULATION_STEPS"),
     }
     steps = one_value("the number of accumulated micro-batches", given)
     return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=steps or 1)
+
+
+def precision_name(given: Any) -> Any:
+    """Returns the precision's name from the argument, else from ACCELERATE_MIXED_PRECISION, where "no" asks for nothing.
+
+    Raises:
+        ValueError: both ask for something, and not for the same ("no" contradicts only what a launch has said).
+    """
+    word = environment.text("MIXED_PRECISION")
+    if given is None or word is None or word.lower() == "no":
+        return word if given is None else given
+    label = launched("MIXED_PRECISION")
+    if canonical_name(given) != canonical_name(word.lower()) and (given != "no" or label.endswith(")")):
+        one_value("the precision", {"mixed_precision": given, label: word.lower()})
+    return given
+
+
+def check_clipping(max_norm: float) -> None:
+    """Raises ValueError for a norm other than ACCELERATE_GRADIENT_CLIPPING; an infinite one only measures."""
+    word = environment.text("GRADIENT_CLIPPING")
+    if word is not None and math.isfinite(max_norm):
+        given = {"max_norm": float(max_norm), launched("GRADIENT_CLIPPING"): float(word)}
+        one_value("the largest norm of the gradients", given)
+
+
+def launched(name: str) -> str:
+    """Returns how a message calls a variable that a launcher set: with the file or flag that it came from."""
+    variable = f"ACCELERATE_{name}"
+    source = json.loads(environment.text("DRIVETRAIN_LAUNCH_SOURCES") or "{}").get(variable)
+    return f"{variable} ({source})" if source else variable
 
 
 def compilation_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
