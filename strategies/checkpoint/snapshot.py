@@ -169,12 +169,12 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the tensors; from now on they may change. Raises CheckpointError where the disk has no room for them."""
-        holding = [file for file in self._files if file.tensors is not None]
-        tensors = [tensor for file in holding for tensor in file.tensors.values()]
+        tensors = [tensor for file in self._files for tensor in (file.tensors or {}).values()]
         require_space(self.folder, data_size(tensors), self.directory.name)
         copies = iter(self._buffers.copies(tensors))
-        for file in holding:
-            file.tensors = {name: next(copies) for name in file.tensors}
+        for file in self._files:
+            if file.tensors is not None:
+                file.tensors = {name: next(copies) for name in file.tensors}
 
     def write(self, metadata: Mapping[str, Any]) -> None:
         """Write everything, and commit."""
