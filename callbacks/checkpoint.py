@@ -249,6 +249,8 @@ class ModelCheckpoint(Callback):
         if more and any(trainer.metric_steps.get(name) != step for name in self._uses):
             self._waiting = True
             return
+        if trainer.training and any(trainer.metric_steps.get(name) != step for name in self._uses):
+            trainer.reduce_metrics()  # a value of this step may be there already, only its row is not due yet
         self._waiting = monitored is not None and not monitored.fresh(trainer)
         if step == self._saved_step:
             return

@@ -12,6 +12,7 @@ from ..strategies.checkpoint.state import encode
 from ..strategies.checkpoint.tensors import load_weights
 
 if TYPE_CHECKING:
+    from .loop import FitLoop
     from .session import Session
     from .trainer import Trainer
 
@@ -34,8 +35,8 @@ class RunState:
         entries: dict[str, Any] = {}
         session.hooks.fire("on_save_checkpoint", entries)
         self._collected = {
-            "progress": self._progress(session),
-            "loader": self._position(session),
+            "progress": self._progress(session, session.loop),
+            "loader": self._position(session, session.loop),
             "metrics": session.metrics.state_dict(),
             "callbacks": {key: callback.state_dict() for key, callback in keyed(session.callbacks).items()},
             "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},
@@ -66,17 +67,16 @@ class RunState:
             session.datamodule.load_state_dict(state["datamodule"])
         session.hooks.fire("on_load_checkpoint", state["entries"])
 
-    def _progress(self, session: Session) -> dict[str, Any]:
+    def _progress(self, session: Session, loop: FitLoop) -> dict[str, Any]:
         state = self.trainer.progress.state_dict()
-        if not session.loop.at_edge:  # only when something raised: what was not finished is trained again
-            state["batch"], state["batches"], state["samples"] = session.loop.edge
+        if not loop.at_edge:  # only when something raised: what was not finished is trained again
+            state["batch"], state["batches"], state["samples"], _ = loop.edge
         return state
 
-    def _position(self, session: Session) -> dict[str, Any]:
+    def _position(self, session: Session, loop: FitLoop) -> dict[str, Any]:
         state = session.train_loader.state_dict()
-        if not session.loop.at_edge:
-            done = self.trainer.progress.samples - session.loop.edge[2]
-            state["samples"] = max(0, state["samples"] - (session.train_loader.global_samples or 0) - done)
+        if not loop.at_edge:
+            state["batches"], _, _, state["samples"] = loop.edge
         return state
 
 

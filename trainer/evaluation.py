@@ -29,7 +29,7 @@ def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
     trainer.stage = stage
     try:
         with (
-            preserved(),
+            preserved(trainer.device),
             evaluation_mode(session, event),
             torch.inference_mode(trainer.inference_mode),
             torch.no_grad(),

@@ -27,6 +27,7 @@ counters name.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Callable
 
 from .evaluation import evaluate
@@ -34,6 +35,8 @@ from .steps import choose_step
 
 if TYPE_CHECKING:
     from .session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class FitLoop:
@@ -45,7 +48,7 @@ class FitLoop:
         self.at_edge = True  # no accumulation window is open and every batch that was fetched is done
         self.validation_due = False
         self.requests: list[Callable[[], None]] = []  # checkpoints to write at the next edge
-        self.edge = (self.progress.batch, self.progress.batches, self.progress.samples)
+        self.edge = self._counters()  # as they were at the last edge
         self.step = choose_step(self)
         self._schedule = session.trainer.schedule
         self._world = session.trainer.accelerator.world
@@ -59,6 +62,8 @@ class FitLoop:
         if self.progress.phase == "ended":
             self._next_epoch()
         self.hooks.fire("on_train_start")
+        if self.progress.batches and self.finished():
+            logger.warning("Nothing is left to train: the checkpoint stands at %s.", self._schedule.reached(self.progress))
         while not self.finished():
             complete = self.epoch()
             self.end_epoch(complete)
@@ -100,7 +105,7 @@ class FitLoop:
     def after_batch(self, *, last: bool) -> bool:
         """Do what is due between two batches; return whether training has to stop here."""
         if self.at_edge:
-            self.edge = (self.progress.batch, self.progress.batches, self.progress.samples)
+            self.edge = self._counters()
         if self.validation_due and not last:
             self.validate()
         if not self.at_edge:
@@ -168,6 +173,10 @@ class FitLoop:
         """Write the checkpoints that were asked for while a window was open."""
         while self.requests:
             self.requests.pop(0)()
+
+    def _counters(self) -> tuple[int, int, int, int]:
+        progress = self.progress
+        return progress.batch, progress.batches, progress.samples, self.loader.position
 
     def _start_epoch(self) -> bool:
         """Begin or resume an epoch; return True when it turns out to have no batch left."""

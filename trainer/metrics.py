@@ -154,12 +154,15 @@ class Metrics:
         """Return the series of a stage; the same dict during the whole run."""
         return self.tables.setdefault(stage, {})
 
-    def reduce_step(self, stage: str, step: int) -> Row:
-        """Reduce the values of this step over all ranks and return those meant for the trackers (collective)."""
+    def reduce_step(self, stage: str, step: int, *, keep: bool = False) -> Row:
+        """Reduce the values of this step over all ranks and return those meant for the trackers (collective).
+
+        ``keep`` leaves them to the next row as well.
+        """
         due = [s for s in self.table(stage).values() if s.on_step and s.fresh]
         row = self._reduce({f"{s.name}_step" if s.on_epoch else s.name: s for s in due}, _step_value, step)
         for series in due:
-            series.fresh = False
+            series.fresh = keep
         return row
 
     def reduce_epoch(self, stage: str, step: int, *, clear: bool = True, publish: bool = True) -> Row:

@@ -35,6 +35,10 @@ class Schedule:
                 return True
         return wish and all(progress.reached(minimum) for minimum in self.minimums)
 
+    def reached(self, progress: Progress) -> str:
+        """Say which limits are reached."""
+        return ", ".join(f"the limit {limit}" for limit in self.limits if progress.reached(limit)) or "its end"
+
     def validation_due(self, progress: Progress, *, last: bool) -> bool:
         """Tell whether a validation follows the batch just done; ``last``: it ended the epoch."""
         if not self.validates:

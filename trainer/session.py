@@ -40,6 +40,7 @@ class Session:
         self.checkpoint = find_checkpoint(trainer, ckpt_path)
         self.failed = False
         self._train_loader: Any = None
+        self._given: Any = None  # the training loader as the user gave it
         self._entries: dict[str, Any] = {}
 
     def __enter__(self) -> Session:
@@ -83,21 +84,23 @@ class Session:
     def train_loader(self) -> Any:
         """The prepared training loader, made at its first use."""
         if self._train_loader is None:
-            loader = checked(self.source.loaders("train"), "training")
-            overfit = self.trainer.overfit_batches
-            self._train_loader = self._prepared(in_order(loader) if overfit else loader, "train")
+            self._num_training_batches: float | None = None
+            self._train_loader = self._prepared(self._training_data(), "train")
         return self._train_loader
 
     @property
     def num_training_batches(self) -> float:
         """Batches of an epoch on each rank; math.inf where the loader has no length."""
-        return length(self.train_loader)
+        loader = self.train_loader
+        if self._num_training_batches is None:
+            self._num_training_batches = length(loader)
+        return self._num_training_batches
 
     def loader_of_epoch(self, epoch: int) -> Any:
         """Return the training loader, a new one where ``reload_dataloaders_every_n_epochs`` says so."""
         every = self.trainer.reload_dataloaders_every_n_epochs
         if every and epoch and epoch % every == 0:
-            self._train_loader = None
+            self._train_loader = self._given = None
             self.trainer.schedule.set_batches(self.num_training_batches)
             self.loaders["validate"] = self._evaluation_loaders("validate")
         return self.train_loader
@@ -200,10 +203,17 @@ class Session:
         if stage == "validate" and not overrides(self.module, step, TrainModule):
             return []
         if stage == "validate" and self.trainer.overfit_batches:
-            loaders = [in_order(self.source.loaders("train"))]
+            loaders = [self._training_data()]
         else:
             loaders = flatten(self.source.loaders(stage), stage)
         return [self._prepared(loader, stage, index) for index, loader in enumerate(loaders)]
+
+    def _training_data(self) -> Any:
+        """Return the user's training loader, asked for once; in order where a run overfits."""
+        if self._given is None:
+            given = checked(self.source.loaders("train"), "training")
+            self._given = in_order(given) if self.trainer.overfit_batches else given
+        return self._given
 
     def _prepared(self, loader: Any, stage: str, index: int = 0) -> Any:
         accelerator = self.trainer.accelerator

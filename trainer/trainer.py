@@ -277,7 +277,7 @@ class Trainer(TrainerState):
     def reduce_metrics(self) -> None:
         """Reduce what was logged in this step now, so that ``callback_metrics`` is fresh; every rank has to call it."""
         if self.session is not None and self.session.loop is not None and self.stage == "train":
-            self.session.metrics.reduce_step("train", self.progress.step)
+            self.session.metrics.reduce_step("train", self.progress.step, keep=True)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, without breaking a progress bar."""

@@ -8,7 +8,17 @@ import math
 import pytest
 import torch
 import torchmetrics
-from drivetrain import Callback, DataModule, EarlyStopping, GradientAccumulation, GradientClipping, Timer, TrainModule
+from drivetrain import (
+    Callback,
+    DataModule,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClipping,
+    LambdaCallback,
+    ModelCheckpoint,
+    Timer,
+    TrainModule,
+)
 from drivetrain.tests.loop.models import Line, Numbers, Slope, Validated, loader, quiet
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -142,8 +152,8 @@ def test_validation_intervals(options, at):
 
 def test_validation_interval_by_time():
     order = Order()
-    quiet(max_steps=200, max_epochs=-1, val_check_interval="0.05s", callbacks=[order]).fit(Validated(), loader(8), loader(2))
-    assert 1 <= len(order.at) < 200
+    quiet(max_steps=3000, max_epochs=-1, val_check_interval="0.05s", callbacks=[order]).fit(Validated(), loader(8), loader(2))
+    assert 1 <= len(order.at) < 3000
 
 
 def test_a_loader_without_length_needs_a_number_of_batches():
@@ -543,3 +553,26 @@ def test_batches_of_the_sanity_check(asked, most):
     trainer.fit(Validated(), loader(4), loader(6))
     assert trainer.num_val_batches == [3]
     assert trainer.num_sanity_val_batches == [most]
+
+
+def test_a_checkpoint_may_watch_a_value_of_its_own_step(tmp_path):
+    class Falling(Line):
+        def training_step(self, batch, batch_idx):
+            self.log("height", float(10 - batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    rows = []
+    listener = LambdaCallback(on_log=lambda trainer, module, metrics, step: rows.append(metrics))
+    saving = ModelCheckpoint(tmp_path, monitor="height", every_n_train_steps=1, save_top_k=2)
+    quiet(max_epochs=1, enable_checkpointing=None, log_every_n_steps=50, callbacks=[saving, listener]).fit(Falling(), loader(8))
+    assert saving.best_model_score == 7.0
+    assert sorted(saving.best_k_models.values()) == [7.0, 8.0]
+    assert rows == [{"height": 7.0, "loss": rows[0]["loss"]}]  # at the end of the epoch, nothing lost
+
+
+def test_a_finished_run_says_so_when_it_is_resumed(tmp_path, caplog):
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Line(), loader(4))
+    trainer.save_checkpoint(tmp_path / "c")
+    quiet(max_epochs=2).fit(Line(), loader(4), ckpt_path=tmp_path / "c")
+    assert "Nothing is left to train" in caplog.text and "2ep" in caplog.text
