@@ -79,7 +79,7 @@ def accumulation_plugin(num_steps: int, plugin: GradientAccumulationPlugin | Non
 
 
 def precision_name(given: Any) -> Any:
-    """Returns the precision's name from the argument, else from ACCELERATE_MIXED_PRECISION, where "no" asks for nothing.
+    """Returns the precision's name: the argument, else ACCELERATE_MIXED_PRECISION, where "no" asks for nothing.
 
     Raises:
         ValueError: both ask for something, and not for the same ("no" contradicts only what a launch has said).

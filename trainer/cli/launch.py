@@ -64,6 +64,8 @@ def complete(launch: Launch) -> Launch:
         launch = launch.with_value("cpu", True, launch.sources["distributed_type"])
     if launch["mpirun_hostfile"]:
         launch = launch.with_value("cpu", True, launch.sources["mpirun_hostfile"])
+    if any(launch.given(name) for name, row in SETTINGS.items() if row.section == "parallelism_config"):
+        launch = launch.with_value("use_parallelism_config", True, launch.sources["use_parallelism_config"])
     if launch["num_processes"] is None:
         count, reason = _count(launch)
         launch = launch.with_value("num_processes", count, f"{DEFAULT}: {reason}")

@@ -23,6 +23,7 @@ DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
     "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM", "TP",
+    "DATA_PARALLEL", "MODEL_PARALLEL",  # SageMaker's
 )  # fmt: skip
 
 
@@ -168,11 +169,11 @@ _DYNAMO = (
 )  # fmt: skip
 _FSDP = (
     _row("fsdp_version", words, "1", "FSDP's version", choices=("1", "2")),
+    _row("fsdp_auto_wrap_policy", words, None, "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
     _row("fsdp_offload_params", truth, False, "parameters and gradients to the CPU"),
     _row("fsdp_min_num_params", whole, 100_000_000, "for SIZE_BASED_WRAP"),
     _row("fsdp_sharding_strategy", words, "FULL_SHARD", "what is sharded (version 1)"),
     _row("fsdp_reshard_after_forward", words, "true", "parameters are sharded again after the forward"),
-    _row("fsdp_auto_wrap_policy", words, None, "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
     _row("fsdp_transformer_layer_cls_to_wrap", words, None, "class names of layers, comma-separated"),
     _row("fsdp_backward_prefetch", words, None, "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
     _row("fsdp_state_dict_type", words, None, "FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT"),

@@ -14,6 +14,7 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "inspect, verify, diff, convert or prune checkpoints"),
     "prove-resume": ("prove_resume", "show that an interrupted run ends like one that was not, or where it differs"),
     "launch": ("launch", "start a script in several processes"),
+    "config": ("configure", "write the launch file of this machine"),
 }
 """Subcommand → (file in this folder that has a ``main(command, args)``, what it does)."""
 RUNS = tuple(name for name, (file, _) in COMMANDS.items() if file == "run")
