@@ -176,12 +176,10 @@ def _fsdp(name: str) -> Callable[[Answers], bool]:
             return False
         if name in policies:
             return answers["fsdp_auto_wrap_policy"] == policies[name]
-        return answers.get("fsdp_version") != ("2" if name in _VERSION_1 else "1" if name == _RESHARD else None)
+        version = "1" if name in _VERSION_1 else "2" if name == "fsdp_reshard_after_forward" else None
+        return version in (None, answers.get("fsdp_version"))
 
     return asked
-
-
-_RESHARD = "fsdp_reshard_after_forward"
 
 
 def _tpu(name: str) -> Callable[[Answers], bool]:
