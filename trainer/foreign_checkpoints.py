@@ -1,7 +1,7 @@
 """Imports the weights of Lightning's and Accelerate's checkpoints; only by an explicit command, since these are pickles.
 
 They are read by ``torch.load(weights_only=True)``, which builds tensors and plain containers and calls nothing else.
-What a checkpoint of this library holds beside weights (optimizers, places in the data) means something else in theirs and is left.
+What else they hold (optimizers, places in the data) means something else there, and is left out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _of_accelerate(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, 
 def _plain(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises one of its pickle module, and many others for what is no such file
+    except Exception as error:  # an UnpicklingError, and many others for what is no such file
         raise ValueError(
             f"Expected tensors and plain values in {path}. Received: {str(error).splitlines()[0]} "
             "Load it in the library that wrote it, and save its state_dict alone."

@@ -105,7 +105,7 @@ class Reader:
         self._head: list = []
         tell_epoch(self.dataset, start.epoch)
         seed_all(derive(start.key, START))
-        loaded = self._load(None if start.ended else start.state)
+        loaded = self._load(start.state)  # of a stream that has ended too: the next epoch begins from there
         self.position = start.samples if loaded or start.ended else 0
         self._begun, self._ended = True, start.ended
         self._iterator = iter(self.dataset)

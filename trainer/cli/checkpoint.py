@@ -40,10 +40,10 @@ def _parser() -> argparse.ArgumentParser:
     diff = actions.add_parser("diff", help="what differs between two checkpoints, and by how much")
     diff.add_argument("a")
     diff.add_argument("b")
-    convert = actions.add_parser("convert", help="write its weights as a plain Hugging Face folder, or import another's")
+    convert = actions.add_parser("convert", help="write its weights as a plain Hugging Face folder, or import")
     convert.add_argument("path")
     convert.add_argument("target")
-    convert.add_argument("--from", dest="source", choices=_FOREIGN, help="import a file of that library as a checkpoint")
+    convert.add_argument("--from", dest="source", choices=_FOREIGN, help="import that library's checkpoint")
     convert.add_argument("--max-shard-size", default="10GB", help="larger weights go into several files (default: 10GB)")
     prune = actions.add_parser("prune", help="remove all but the newest checkpoints of a folder")
     prune.add_argument("path")
@@ -155,7 +155,9 @@ def _within(folder: str | Path) -> list[Path]:
     """Return the checkpoints in a folder, damaged ones too; raises ValueError where there is none."""
     found = list(_candidates(Path(folder)))
     if not found:
-        raise ValueError(f"Expected checkpoints. Received: {folder}, which has no manifest.json and holds none that does.")
+        raise ValueError(
+            f"Expected checkpoints. Received: {folder}, which has no manifest.json and holds no folder that has."
+        )
     return found
 
 

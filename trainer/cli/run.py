@@ -21,7 +21,7 @@ def main(command: str, args: Sequence[str]) -> int:
             print(pages.page(command, COMMANDS[command][1]), end="")
         else:
             check(layers, pages.keys())
-        _import_from_here()
+        import_from_here()
         if {"-h", "--help"} & set(args):
             return _class_help(layers)
     log_to_stderr()
@@ -39,7 +39,7 @@ def _class_help(layers: Sequence) -> int:
     return 0
 
 
-def _import_from_here() -> None:
+def import_from_here() -> None:
     """Let a class_path name modules of the current folder, as `python train.py` would its own."""
     here = str(Path.cwd())
     if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
