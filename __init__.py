@@ -255,6 +255,28 @@ _EXPORTS: dict[str, str] = {
     "AcceleratedOptimizer": "strategies.optimizer",
     "AcceleratedScheduler": "strategies.scheduler",
     "BaseEnum": "strategies.settings",
+    # What is refused
+    "AlignDevicesHook": "strategies.refusals",
+    "add_hook_to_module": "strategies.refusals",
+    "remove_hook_from_module": "strategies.refusals",
+    "dispatch_model": "strategies.refusals",
+    "load_checkpoint_and_dispatch": "strategies.refusals",
+    "infer_auto_device_map": "strategies.refusals",
+    "get_balanced_memory": "strategies.refusals",
+    "get_max_memory": "strategies.refusals",
+    "get_max_layer_size": "strategies.refusals",
+    "clean_device_map": "strategies.refusals",
+    "save_fsdp_model": "strategies.refusals",
+    "load_fsdp_model": "strategies.refusals",
+    "save_fsdp_optimizer": "strategies.refusals",
+    "load_fsdp_optimizer": "strategies.refusals",
+    # Engines
+    "DeepSpeedPlugin": "strategies.settings",
+    "FullyShardedDataParallelPlugin": "strategies.settings",
+    "TorchTensorParallelPlugin": "strategies.settings",
+    "MegatronLMPlugin": "strategies.settings",
+    "FP8RecipeKwargs": "strategies.settings",
+    "ParallelismConfig": "strategies.refusals",
 }
 """Name → the module that defines it."""
 
@@ -486,6 +508,26 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from .strategies.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from .strategies.settings import BaseEnum as BaseEnum
+    from .strategies.refusals import AlignDevicesHook as AlignDevicesHook
+    from .strategies.refusals import add_hook_to_module as add_hook_to_module
+    from .strategies.refusals import remove_hook_from_module as remove_hook_from_module
+    from .strategies.refusals import dispatch_model as dispatch_model
+    from .strategies.refusals import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from .strategies.refusals import infer_auto_device_map as infer_auto_device_map
+    from .strategies.refusals import get_balanced_memory as get_balanced_memory
+    from .strategies.refusals import get_max_memory as get_max_memory
+    from .strategies.refusals import get_max_layer_size as get_max_layer_size
+    from .strategies.refusals import clean_device_map as clean_device_map
+    from .strategies.refusals import save_fsdp_model as save_fsdp_model
+    from .strategies.refusals import load_fsdp_model as load_fsdp_model
+    from .strategies.refusals import save_fsdp_optimizer as save_fsdp_optimizer
+    from .strategies.refusals import load_fsdp_optimizer as load_fsdp_optimizer
+    from .strategies.settings import DeepSpeedPlugin as DeepSpeedPlugin
+    from .strategies.settings import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from .strategies.settings import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+    from .strategies.settings import MegatronLMPlugin as MegatronLMPlugin
+    from .strategies.settings import FP8RecipeKwargs as FP8RecipeKwargs
+    from .strategies.refusals import ParallelismConfig as ParallelismConfig
 
 
 def __getattr__(name: str) -> Any:

@@ -484,6 +484,10 @@ class Accelerator:
         parameters = (lambda: parameters_of(models)) if models else self._all_parameters
         return Accumulation(self._window, self.strategy, models, parameters)
 
+    @property
+    def _models(self) -> list[Any]:  # transformers.Trainer asks for them by this name
+        return self._contents.models
+
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         return parameters_of(self._contents.models)
 
