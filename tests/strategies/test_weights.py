@@ -1,0 +1,155 @@
+"""Weights in files and models: saving, loading, empty models, sizes, ties."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import drivetrain
+from drivetrain.strategies.checkpoint import CheckpointError, save_weights
+from drivetrain.tests.distributed import run
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+
+def test_saved_tensors_come_back(tmp_path):
+    weights = {"a": torch.arange(4.0), "b": torch.arange(6).view(2, 3).t()}
+    drivetrain.save(weights, tmp_path / "state.bin")
+    found = drivetrain.load(tmp_path / "state.bin", map_location="cpu", weights_only=True)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert load_file(tmp_path / "state.bin")["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert [path.name for path in tmp_path.iterdir()] == ["state.bin"]
+
+
+def test_pickles_are_neither_written_nor_read(tmp_path):
+    with pytest.raises(TypeError, match="Expected a dict of tensors by name. Received: dict"):
+        drivetrain.save({"step": 3}, tmp_path / "x")
+    with pytest.raises(TypeError, match="Received: Linear"):
+        drivetrain.save(nn.Linear(1, 1), tmp_path / "x")
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="x.pt"):
+        drivetrain.load(tmp_path / "x.pt")
+    with pytest.raises(TypeError, match="pickle_module"):
+        drivetrain.load(tmp_path / "x.pt", pickle_module=json)
+
+
+def test_only_the_first_process_saves(tmp_path):
+    def rank(rank):
+        drivetrain.save({"rank": torch.tensor([rank])}, tmp_path / "state")
+        drivetrain.wait_for_everyone()
+        return drivetrain.load(tmp_path / "state")["rank"].item()
+
+    assert run(rank, 2) == [0, 0]
+
+
+def test_shared_memory_is_stored_once():
+    cleaned = drivetrain.clean_state_dict_for_safetensors(Tied().state_dict())
+    assert list(cleaned) == ["first.weight", "scale"] or list(cleaned) == ["scale", "first.weight"]
+
+
+def test_devices_by_the_longest_beginning(tmp_path):
+    save_file({"a.b.w": torch.ones(1), "a.w": torch.ones(1), "c": torch.ones(1)}, tmp_path / "m.safetensors")
+    found = drivetrain.load_state_dict(tmp_path / "m.safetensors", {"a": "meta", "a.b": "cpu"})
+    assert {name: value.device.type for name, value in found.items()} == {"a.b.w": "cpu", "a.w": "meta", "c": "cpu"}
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_folder_of_weights_goes_into_a_model(shards, tmp_path):
+    source = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    save_weights(tmp_path, source.state_dict(), max_shard_size=64 if shards else "10GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() is shards
+    places = [tmp_path, tmp_path / ("model.safetensors.index.json" if shards else "model.safetensors")]
+    for place in places:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        drivetrain.load_checkpoint_in_model(model, place, strict=True)
+        assert all(map(torch.equal, model.parameters(), source.parameters()))
+
+
+def test_an_empty_model_is_filled(tmp_path):
+    source = Tied()
+    drivetrain.save(source.state_dict(), tmp_path / "model.safetensors")
+    with drivetrain.init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    assert all(p.is_meta and p.requires_grad for p in model.parameters())
+    assert not model[1].running_mean.is_meta  # buffers are real, unless asked for
+    assert not nn.Linear(1, 1).weight.is_meta
+    with drivetrain.init_empty_weights(include_buffers=True):
+        assert nn.BatchNorm1d(3).running_mean.is_meta
+    with drivetrain.init_empty_weights():
+        linear = nn.Linear(3, 3, bias=False)
+    save_file({"weight": torch.eye(3)}, tmp_path / "model.safetensors")
+    drivetrain.load_checkpoint_in_model(linear, tmp_path, dtype="float16")
+    assert linear.weight.dtype == torch.float16 and linear.weight.tolist() == torch.eye(3).tolist()
+
+
+def test_some_modules_keep_float32(tmp_path):
+    model = nn.ModuleDict({"norm": nn.Linear(1, 1), "rest": nn.Linear(1, 1)})
+    drivetrain.save(model.state_dict(), tmp_path / "model.safetensors")
+    with drivetrain.init_empty_weights():
+        empty = nn.ModuleDict({"norm": nn.Linear(1, 1), "rest": nn.Linear(1, 1)})
+    drivetrain.load_checkpoint_in_model(empty, tmp_path, dtype=torch.bfloat16, keep_in_fp32_modules=["norm"])
+    assert empty["norm"].weight.dtype == torch.float32 and empty["rest"].weight.dtype == torch.bfloat16
+
+
+def test_device_maps_and_wrong_names_are_errors(tmp_path):
+    drivetrain.save(nn.Linear(1, 1).state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="Expected weights for one device"):
+        drivetrain.load_checkpoint_in_model(nn.Linear(1, 1), tmp_path, device_map={"a": "cpu", "b": "disk"})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        drivetrain.load_checkpoint_in_model(nn.Sequential(nn.Linear(1, 1)), tmp_path, strict=True)
+
+
+def test_parameters_on_a_device():
+    with drivetrain.init_on_device("meta", include_buffers=True):
+        norm = nn.BatchNorm1d(2)
+    assert norm.weight.is_meta and norm.running_var.is_meta
+
+
+def test_ties_are_found_and_made_again():
+    model = Tied()
+    assert drivetrain.find_tied_parameters(model) == [["first.weight", "second.weight"]]
+    model.second.weight = nn.Parameter(torch.zeros(3, 3))
+    assert drivetrain.find_tied_parameters(model) == []
+    drivetrain.retie_parameters(model, [["first.weight", "second.weight"]])
+    assert model.second.weight is model.first.weight
+
+
+def test_tensors_of_a_module():
+    model = Tied()
+    assert [name for name, _ in drivetrain.named_module_tensors(model)] == ["scale", "cache"]
+    names = [name for name, _ in drivetrain.named_module_tensors(model, recurse=True, remove_non_persistent=True)]
+    assert names == ["first.weight", "scale"]
+
+
+def test_sizes():
+    assert [drivetrain.convert_bytes(size) for size in (10, 1536, 3 * 2**30)] == ["10 bytes", "1.5 KB", "3.0 GB"]
+    sizes = {"5GB": 5 * 10**9, "2GiB": 2**31, "1.5MB": 1_500_000, 7: 7}
+    assert {text: drivetrain.convert_file_size_to_int(text) for text in sizes} == sizes
+    with pytest.raises(ValueError, match="size='much'"):
+        drivetrain.convert_file_size_to_int("much")
+    kinds = [torch.float32, torch.bfloat16, torch.int8, torch.bool, drivetrain.CustomDtype.INT4]
+    assert [drivetrain.dtype_byte_size(kind) for kind in kinds] == [4, 2, 1, 1 / 8, 1 / 2]
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))  # 9 floats; 6, and 6 floats and an int64 of buffers
+    found = drivetrain.compute_module_sizes(model)
+    assert (found[""], found["0"], found["0.weight"], found["1"]) == (92, 36, 24, 56)
+    assert drivetrain.compute_module_sizes(model, dtype=torch.float16)[""] == 50
+    assert drivetrain.compute_module_sizes(model, buffers_only=True)[""] == 32
+
+
+def test_storages_tell_memory_apart():
+    base = torch.zeros(4)
+    assert drivetrain.id_tensor_storage(base) == drivetrain.id_tensor_storage(base[1:])
+    assert drivetrain.id_tensor_storage(base) != drivetrain.id_tensor_storage(base.clone())
