@@ -9,12 +9,16 @@ from importlib import import_module
 COMMANDS = {
     "fit": ("run", "train a model, with validation"),
     "validate": ("run", "evaluate on the validation data"),
-    "test": ("run", "evaluate on the test data"),
+    "test": ("run", "evaluate on the test data; without a config: check this machine"),
     "predict": ("run", "predict"),
     "checkpoint": ("checkpoint", "inspect, verify, diff, convert or prune checkpoints"),
     "prove-resume": ("prove_resume", "show that an interrupted run ends like one that was not, or where it differs"),
     "launch": ("launch", "start a script in several processes"),
     "config": ("configure", "write the launch file of this machine"),
+    "env": ("environment_report", "describe this machine"),
+    "estimate-memory": ("estimate", "say how much memory a model takes, by type, optimizer and strategy"),
+    "to-fsdp2": ("to_fsdp2", "turn a launch file for FSDP 1 into one for FSDP 2"),
+    "tpu-config": ("tpu_config", "run commands on a TPU pod"),
 }
 """Subcommand → (file in this folder that has a ``main(command, args)``, what it does)."""
 RUNS = tuple(name for name, (file, _) in COMMANDS.items() if file == "run")
@@ -35,12 +39,15 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         return _unknown(command)
-    return import_module(f".{COMMANDS[command][0]}", __package__).main(command, args)
+    file = COMMANDS[command][0]
+    if command == "test" and (not args or args[0].startswith(("--config_file", "--config-file"))):
+        file = "self_check"  # no run is named: this machine is tested, as by Accelerate's command of that name
+    return import_module(f".{file}", __package__).main(command, args)
 
 
 def usage() -> str:
     """Return what `drivetrain --help` prints."""
-    rows = "".join(f"  {name:<14}{text}\n" for name, (_, text) in COMMANDS.items())
+    rows = "".join(f"  {name:<17}{text}\n" for name, (_, text) in COMMANDS.items())
     return (
         "usage: drivetrain COMMAND [--config FILE] [--KEY=VALUE ...]\n\n"
         "Trains PyTorch models from a config file.\n\n"
@@ -55,7 +62,7 @@ def usage() -> str:
 def _unknown(command: str) -> int:
     import difflib
 
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    near = [] if command.startswith("-") else difflib.get_close_matches(command, COMMANDS, n=1)
     advice = f"Did you mean {near[0]}?" if near else "Place the command first: drivetrain fit --config run.yaml."
     print(
         f"drivetrain: error: Expected one of {', '.join(COMMANDS)}. Received: {command!r}. {advice}",
