@@ -39,6 +39,9 @@ class ModelCheckpoint(Callback):
     ``enable_version_counter=False``, which replaces what lies there. ``save_on_exception`` saves when the fit raises,
     in runs of one process: other ranks may be waiting elsewhere.
 
+    With ``asynchronous`` (None: where the state takes 64 MiB or more) training waits only until the state is copied,
+    and the copy is written beside it; a save that fails raises at the end of a later step.
+
     A checkpoint is removed only when the one that comes in its place is on the disk, and only if this callback wrote
     it. Raises TypeError or ValueError for bad arguments, and ValueError naming the logged metrics where ``monitor``
     is none of them.
@@ -67,6 +70,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        asynchronous: bool | None = None,
     ) -> None:
         check_whole("save_top_k", save_top_k, least=-1)
         check_whole("every_n_train_steps", every_n_train_steps, least=0)
@@ -79,7 +83,7 @@ class ModelCheckpoint(Callback):
         self._template = self._made(filename)
         self._uses = tuple(n for n in {monitor, *self._template.names} if n is not None and n not in _COUNTERS)
         self.monitor, self.mode, self.filename, self.verbose = monitor, mode, filename, verbose
-        self.enable_version_counter = enable_version_counter
+        self.enable_version_counter, self.asynchronous = enable_version_counter, asynchronous
         self.save_top_k, self.save_last, self.save_weights_only = save_top_k, bool(save_last), save_weights_only
         self.save_on_exception, self.save_on_train_epoch_end = save_on_exception, save_on_train_epoch_end
         self._every_steps = every_n_train_steps or 0
@@ -223,6 +227,8 @@ class ModelCheckpoint(Callback):
         self._fitting = False
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if self._planned is not self._kept:  # the save that was being written has failed
+            self._planned, self._saved_step = self._kept, -1
         if self.save_on_exception and self._fitting and trainer.global_step != self._saved_step:
             path = self._free(trainer, _counters(trainer), agreed=False)
             rescue(trainer, lambda: self._write(trainer, replace(self._kept, last=path, new=path, doomed={})))
@@ -281,6 +287,7 @@ class ModelCheckpoint(Callback):
     # Saving
 
     def _save(self, trainer: Any, score: float, *, ranked: bool = True) -> None:
+        trainer.accelerator.wait_for_saves()  # its coming may change what is kept, and which names are free
         limit = self.save_top_k if ranked else 0
         planned = self._kept.admit(score, limit=limit, rank=self._rank, last=self.save_last)
         if planned is not None:
@@ -302,8 +309,9 @@ class ModelCheckpoint(Callback):
                 score = planned.scores.get(planned.new, math.nan)
                 trainer.print(f"Saved {planned.new}" + (f" ({self.monitor}={score:.6g})" if self.monitor else ""))
 
+        options = {"weights_only": self.save_weights_only, "asynchronous": self.asynchronous}
         try:
-            trainer.save_checkpoint(planned.new, weights_only=self.save_weights_only, then=then)
+            trainer.save_checkpoint(planned.new, then=then, **options)
         except BaseException:
             self._planned, self._saved_step = self._kept, -1
             raise

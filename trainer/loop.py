@@ -48,6 +48,7 @@ class FitLoop:
         self.at_edge = True  # no accumulation window is open and every batch that was fetched is done
         self.validation_due = False
         self.requests: list[Callable[[], None]] = []  # checkpoints to write at the next edge
+        self.saves = session.trainer.accelerator.saves  # of which one may be written beside training
         self.edge = self._counters()  # as they were at the last edge
         self.step = choose_step(self)
         self._schedule = session.trainer.schedule
@@ -70,7 +71,9 @@ class FitLoop:
             if not complete:
                 break
             self._next_epoch()
+        self.saves.wait()
         self.hooks.fire("on_train_end")
+        self.saves.wait()
 
     def epoch(self) -> bool:
         """Train the rest of the running epoch; return False when it was left before its end."""
@@ -110,6 +113,8 @@ class FitLoop:
             self.validate()
         if not self.at_edge:
             return False
+        if self.saves.pending:
+            self.saves.poll()
         if self.requests:
             self.write_requested()
         return self.finished()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from .optimization import LRSchedulerConfig, parse
 if TYPE_CHECKING:
     from .loop import FitLoop
     from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 _STEP = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
@@ -75,6 +78,7 @@ class Session:
                 self._tell(error)
             elif self.stage == "fit":
                 self.hooks.fire("on_fit_end")
+                trainer.accelerator.saves.release()
             self._fire_teardown()
         finally:
             trainer.progress.stop()
@@ -245,8 +249,16 @@ class Session:
         if self.datamodule is not None:
             self.datamodule.teardown(self.stage)
 
+    def _end_saves(self) -> None:
+        """Wait for the checkpoint that is being written; that it fails is not what this run failed by."""
+        try:
+            self.trainer.accelerator.saves.release()
+        except Exception as error:
+            logger.error("The last checkpoint was not saved: %s", error)
+
     def _tell(self, error: BaseException) -> None:
         self.failed = True
+        self._end_saves()
         self.trainer.interrupted = isinstance(error, KeyboardInterrupt)
         self._tell_all("on_exception", error)
         if self.datamodule is not None:

@@ -247,26 +247,34 @@ class Trainer(TrainerState):
         weights_only: bool = False,
         storage_options: Any = None,
         then: Callable[[], None] | None = None,
+        asynchronous: bool | None = False,
     ) -> bool:
         """Save the whole run (or its weights alone) as the folder ``filepath``; every rank has to call it.
 
-        Inside an accumulation window the save waits for the window's edge: False is returned, and ``then`` is called
-        when the checkpoint is durable. Otherwise it is durable, ``then`` was called, and True is returned.
+        True is returned when the checkpoint is durable and ``then`` was called. Inside an accumulation window the save
+        waits for the window's edge, and during training ``asynchronous`` (None: where the state takes 64 MiB or more)
+        has a copy of the state written beside it: then False is returned, and at the edge of a later step ``then`` is
+        called or the error is raised with which the save failed. ``fit`` does not end before.
         """
         if self.session is None:
             raise RuntimeError("Expected a run to save. Received: none. Call save_checkpoint during or after fit.")
         loop = self.session.loop
         if loop is not None and not loop.at_edge and not self.session.failed:
-            loop.requests.append(lambda: self._write(filepath, weights_only, then))
+            loop.requests.append(lambda: self._write(filepath, weights_only, then, asynchronous))
             return False
-        self._write(filepath, weights_only, then)
-        return True
+        self._write(filepath, weights_only, then, asynchronous)
+        return not self.accelerator.saves.pending
 
-    def _write(self, path: str | Path, weights_only: bool, then: Callable[[], None] | None) -> None:
+    def _write(
+        self, path: str | Path, weights_only: bool, then: Callable[[], None] | None, asynchronous: bool | None
+    ) -> None:
+        self.accelerator.wait_for_saves()
         self.run_state.collect()
-        self.accelerator.save_state(path, metadata=metadata(self), weights_only=weights_only, loaders=False)
-        if then is not None:
-            then()
+        training = self.session is not None and self.session.stage == "fit" and not self.session.failed
+        self.accelerator.save_state(
+            path, metadata=metadata(self), weights_only=weights_only, loaders=False, then=then,
+            asynchronous=asynchronous if training and self.stage is not None else False,
+        )  # fmt: skip
 
     def log_dict(self, values: dict[str, float]) -> None:
         """Add numbers that are the same on every rank to the next row; for callbacks."""
