@@ -95,7 +95,8 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
     plan.options = {
         "strategy": strategy,
         "device": "cpu" if kind == "cpu" else None,
-        "mixed_precision": _precision(given["precision"]),
+        # the default leaves the word to a launch
+        "mixed_precision": None if given["precision"] in ("32", None) else _precision(given["precision"]),
         "seed": given["seed"],
     }
 

@@ -29,7 +29,7 @@ def make_accelerator(plan: Plan) -> Any:
         options["device"] = plan.devices[detect().local_rank]
     return Accelerator(
         dataloader_config=DataLoaderConfiguration(split_last_batch=True, shard=plan.shards),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, scale_last_window=True),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=None, scale_last_window=True),
         step_scheduler_with_optimizer=False,
         **options,
     )

@@ -8,12 +8,14 @@ from ..callbacks.accumulation import GradientAccumulation
 from ..callbacks.base import Callback
 from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.clipping import GradientClipping
+from ..callbacks.preemption import Preemption
 from ..callbacks.profiler import Profiler
 from ..callbacks.progress import Progress
 from ..callbacks.summary import ModelSummary
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
 from ..callbacks.tracking.base import filter_trackers
+from ..strategies import environment
 from .limits import time_of
 
 _SWITCHES = {
@@ -51,21 +53,39 @@ def callbacks_of(given: dict[str, Any]) -> list[Callback]:
             )
         if given[name] is not False and not present:
             callbacks.append(kind())
+    if not given["barebones"] and not any(isinstance(c, Preemption) for c in callbacks):
+        callbacks.append(Preemption())
     return callbacks
 
 
 def _add_settings(callbacks: list[Callback], given: dict[str, Any]) -> None:
-    accumulate, clip = given["accumulate_grad_batches"], given["gradient_clip_val"]
     algorithm, time, profiler = given["gradient_clip_algorithm"] or "norm", given["max_time"], given["profiler"]
+    name, accumulate = _agreed(given, "accumulate_grad_batches", 1, variable="GRADIENT_ACCUMULATION_STEPS")
     if accumulate != 1:
-        _add(callbacks, GradientAccumulation(accumulate), "accumulate_grad_batches", accumulate, lambda c: c.scheduling)
+        _add(callbacks, GradientAccumulation(accumulate), name, accumulate, lambda c: c.scheduling)
+    name, clip = _agreed(given, "gradient_clip_val", None, variable="GRADIENT_CLIPPING")
     if clip is not None and clip != 0:
-        _add(callbacks, GradientClipping(clip, algorithm), "gradient_clip_val", clip, lambda c: (c.value, c.algorithm))
+        _add(callbacks, GradientClipping(clip, algorithm), name, clip, lambda c: (c.value, c.algorithm))
     if time is not None:
         _add(callbacks, Timer(time_of(time)), "max_time", time, lambda c: c.duration)
     if profiler is not None:
         made = profiler if isinstance(profiler, Callback) else Profiler(profiler)
         _add(callbacks, made, "profiler", profiler, lambda c: vars(c).get("kind"))
+
+
+def _agreed(given: dict[str, Any], name: str, default: Any, *, variable: str) -> tuple[str, Any]:
+    """Return who says it and what: the argument, or a launch; both with different values are an error."""
+    word, value = environment.text(variable), given[name]
+    if word is None:
+        return name, value
+    from .resolution import launched  # here, since most runs need none of it
+
+    said = float(word) if "." in word else int(word)
+    if value != default and value != said:
+        raise ValueError(
+            f"Expected one value. Received: {name}={value!r}, {launched(variable)}={said!r}. Set it in one place."
+        )
+    return launched(variable), said
 
 
 def _add(callbacks: list[Callback], made: Callback, name: str, value: Any, setting: Callable[[Any], Any]) -> None:

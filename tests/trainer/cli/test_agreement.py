@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from drivetrain import Accelerator, GradientAccumulationPlugin
+from drivetrain import Accelerator, GradientAccumulation, GradientAccumulationPlugin, GradientClipping, Trainer
 
 SOURCES = json.dumps({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps in /a/launch.yaml",
                       "ACCELERATE_MIXED_PRECISION": "mixed_precision in /a/launch.yaml"})  # fmt: skip
@@ -57,3 +57,69 @@ def test_F1_clipping_of_file_and_script(launched):
     assert weight.grad.tolist() == [3, 4]
     accelerator.clip_grad_norm_([weight], 0.5)
     assert torch.allclose(weight.grad, torch.tensor([0.3, 0.4]))
+
+
+def made(**arguments) -> Trainer:
+    return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **arguments)
+
+
+def test_F1_the_trainer_takes_what_the_launch_says(launched):
+    launched(GRADIENT_ACCUMULATION_STEPS="4", GRADIENT_CLIPPING="0.5", MIXED_PRECISION="bf16")
+    trainer = made()
+    found = {type(callback): callback for callback in trainer.callbacks}
+    assert found[GradientAccumulation].scheduling == {0: 4} and found[GradientClipping].value == 0.5
+    assert trainer.precision.name == "bf16-mixed" and trainer.accelerator.gradient_accumulation_steps == 4
+    made(accumulate_grad_batches=4, gradient_clip_val=0.5, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "said"),
+    [
+        ({"GRADIENT_ACCUMULATION_STEPS": "4"}, {"accumulate_grad_batches": 2},
+         "accumulate_grad_batches=2, ACCELERATE_GRADIENT_ACCUMULATION_STEPS (gradient_accumulation_steps in /a/launch.yaml)=4"),
+        ({"GRADIENT_ACCUMULATION_STEPS": "4"}, {"callbacks": [GradientAccumulation(2)]},
+         "(gradient_accumulation_steps in /a/launch.yaml)=4 and a GradientAccumulation with {0: 2}"),
+        ({"GRADIENT_CLIPPING": "0.5"}, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0, ACCELERATE_GRADIENT_CLIPPING=0.5"),
+        ({"MIXED_PRECISION": "bf16"}, {"precision": "16-mixed"},
+         "mixed_precision='16-mixed', ACCELERATE_MIXED_PRECISION (mixed_precision in /a/launch.yaml)='bf16'"),
+    ],
+)  # fmt: skip
+def test_F1_the_trainer_shows_both(launched, variables, arguments, said):
+    launched(**variables)
+    with pytest.raises(ValueError) as error:
+        made(**arguments)
+    assert said in str(error.value)
+
+
+RUN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=1))
+print("rank", trainer.global_rank, trainer.world_size, trainer.global_step, trainer.precision.name)
+"""
+
+
+def test_F1_a_trainer_script_follows_its_launch_file(home):
+    home.write("run.py", RUN)
+    home.write("launch.yaml", "{use_cpu: true, num_processes: 2, mixed_precision: bf16, gradient_accumulation_steps: 4}")
+    done = home.cli("launch", "--config_file", "launch.yaml", "run.py")
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 2 2 bf16-mixed", "rank 1 2 2 bf16-mixed"
+    ], done.stderr  # fmt: skip
+    home.write("run.py", RUN.replace("= Trainer(", "= Trainer(accumulate_grad_batches=3, "))
+    done = home.cli("launch", "--config_file", "launch.yaml", "run.py")
+    file = home.path / "launch.yaml"
+    assert done.returncode == 1
+    assert f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS (gradient_accumulation_steps in {file})=4" in done.stderr
