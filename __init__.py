@@ -23,6 +23,13 @@ _EXPORTS: dict[str, str] = {
     # Callbacks
     "Callback": "callbacks.base",
     "LambdaCallback": "callbacks.base",
+    "AnomalyError": "callbacks.anomaly",
+    "AnomalyPolicy": "callbacks.anomaly",
+    "Interrupted": "callbacks.preemption",
+    "PeerFailed": "callbacks.preemption",
+    "Preemption": "callbacks.preemption",
+    "Stalled": "callbacks.watchdog",
+    "Watchdog": "callbacks.watchdog",
     "EarlyStopping": "callbacks.early_stopping",
     "GradientAccumulation": "callbacks.accumulation",
     "GradientClipping": "callbacks.clipping",
@@ -284,6 +291,13 @@ __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:  # the same names for editors and type checkers; a test compares both
     from .callbacks.accumulation import GradientAccumulation as GradientAccumulation
+    from .callbacks.anomaly import AnomalyError as AnomalyError
+    from .callbacks.anomaly import AnomalyPolicy as AnomalyPolicy
+    from .callbacks.preemption import Interrupted as Interrupted
+    from .callbacks.preemption import PeerFailed as PeerFailed
+    from .callbacks.preemption import Preemption as Preemption
+    from .callbacks.watchdog import Stalled as Stalled
+    from .callbacks.watchdog import Watchdog as Watchdog
     from .callbacks.base import Callback as Callback
     from .callbacks.base import LambdaCallback as LambdaCallback
     from .callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint

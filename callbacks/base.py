@@ -71,6 +71,9 @@ class Callback:
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Called before the first epoch, after restoring."""
 
+    def on_stop(self, trainer: Trainer, module: TrainModule) -> None:
+        """Called on every rank when all have agreed to stop, between two steps."""
+
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Called after the last epoch."""
 
@@ -94,8 +97,8 @@ class Callback:
     def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
         """Called after ``loss.backward()``."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        """Called before an optimizer steps, when the gradients of its window are complete."""
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> int | None:
+        """Called before an optimizer steps, when its window's gradients are complete; returning -1 drops them."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         """Called after an optimizer stepped, before its gradients are set to zero."""

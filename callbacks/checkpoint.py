@@ -97,6 +97,7 @@ class ModelCheckpoint(Callback):
         self._deadline = Deadline()
         self._kept = self._planned = Kept()
         self._step = self._saved_step = self._passed = 0  # optimizer steps: seen last, saved last; intervals passed
+        self._newest = ""  # where the last save went
         self._saved_at = 0.0  # seconds trained when the last interval of time was over
         self._waiting = False  # a save is due and waits for its metric
         self._fitting = self._validated = False
@@ -230,9 +231,18 @@ class ModelCheckpoint(Callback):
         if self._planned is not self._kept:  # the save that was being written has failed
             self._planned, self._saved_step = self._kept, -1
         if self.save_on_exception and self._fitting and trainer.global_step != self._saved_step:
-            path = self._free(trainer, _counters(trainer), agreed=False)
-            rescue(trainer, lambda: self._write(trainer, replace(self._kept, last=path, new=path, doomed={})))
+            rescue(trainer, lambda: self.save_now(trainer, agreed=False))
         self._fitting = False
+
+    def save_now(self, trainer: Any, *, agreed: bool = True) -> str:
+        """Save out of turn unless this step is saved, and return where; the next save in turn comes in its place.
+
+        Collective, unless not ``agreed``.
+        """
+        if trainer.global_step != self._saved_step:
+            self._newest = self._free(trainer, _counters(trainer), agreed=agreed)
+            self._write(trainer, replace(self._kept, last=self._newest, new=self._newest, doomed={}))
+        return self._newest or str(trainer.session.checkpoint or "")
 
     # Decisions
 
@@ -298,6 +308,8 @@ class ModelCheckpoint(Callback):
     def _write(self, trainer: Any, planned: Kept) -> None:
         """Have a checkpoint written; what it replaces goes when it is on the disk."""
         self._planned, self._saved_step = planned, trainer.global_step  # as the checkpoint itself remembers it
+
+        self._newest = planned.new
 
         def then() -> None:
             self._kept = self._planned = planned.settled()

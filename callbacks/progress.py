@@ -95,6 +95,8 @@ class Progress(Callback):
         self._training, self._since = True, (monotonic(), trainer.global_step)
         if self.per == "fit":
             self._open_training(trainer, "Training")
+        elif trainer.batch_idx:  # goes on within an epoch, whose start is not announced again
+            self.on_train_epoch_start(trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if self.per == "epoch":

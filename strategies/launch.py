@@ -358,11 +358,12 @@ def _answer(rank: int, entry: _InRank, args: tuple[Any, ...], ranks: list[dict[s
     with environment.exported(environment.child_environment(ranks[rank])):
         try:
             data = packed((True, entry(*args)))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             rendezvous.report_failure(error)
             with suppress(Exception):  # not every exception can be sent
                 sender.send_bytes(packed((False, error)))
-            raise
+            # After a KeyboardInterrupt torch would let the process end by 0: it takes it for the parent's.
+            raise SystemExit(128 + signal.SIGINT) if isinstance(error, KeyboardInterrupt) else error
     sender.send_bytes(data)
 
 

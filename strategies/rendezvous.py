@@ -82,6 +82,11 @@ def settle() -> None:
     _retired = dist.group.WORLD
 
 
+def store() -> dist.Store | None:
+    """The store that all ranks share, if this library made the group: for words that nobody waits for."""
+    return _store
+
+
 def report_failure(error: BaseException) -> None:
     """Tell the elastic agent and the other ranks that this one ends by `error`; the first report is the one kept."""
     message = "".join(traceback.format_exception_only(type(error), error)).strip()

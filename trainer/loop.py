@@ -46,7 +46,7 @@ class FitLoop:
         self.session, self.trainer, self.hooks = session, session.trainer, session.hooks
         self.metrics, self.progress, self.loader = session.metrics, session.trainer.progress, session.train_loader
         self.at_edge = True  # no accumulation window is open and every batch that was fetched is done
-        self.validation_due = False
+        self.validation_due = self.stopping = False
         self.requests: list[Callable[[], None]] = []  # checkpoints to write at the next edge
         self.saves = session.trainer.accelerator.saves  # of which one may be written beside training
         self.edge = self._counters()  # as they were at the last edge
@@ -153,8 +153,14 @@ class FitLoop:
 
         They have to, as their clocks and wishes differ.
         """
-        finished = self._schedule.finished(self.progress, wish=self.trainer.should_stop)
-        return finished if self._alone else self._world.agree(finished)
+        trainer = self.trainer
+        finished = trainer.interrupted or self._schedule.finished(self.progress, wish=trainer.should_stop)
+        if not self._alone:
+            finished = self._world.agree(finished)
+        if finished and not self.stopping:
+            self.stopping = True
+            self.hooks.fire("on_stop")
+        return finished
 
     def due(self, *, last: bool) -> bool:
         """Tell whether a validation follows the batch just done; all ranks agree where a clock decides."""

@@ -39,6 +39,9 @@ class ModuleHooks:
     def on_train_start(self) -> None:
         """Called before the first epoch, after restoring."""
 
+    def on_stop(self) -> None:
+        """Called when all ranks have agreed to stop, between two steps."""
+
     def on_train_end(self) -> None:
         """Called after the last epoch."""
 

@@ -259,7 +259,7 @@ class Session:
     def _tell(self, error: BaseException) -> None:
         self.failed = True
         self._end_saves()
-        self.trainer.interrupted = isinstance(error, KeyboardInterrupt)
+        self.trainer.interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         self._tell_all("on_exception", error)
         if self.datamodule is not None:
             self.datamodule.on_exception(error)

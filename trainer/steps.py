@@ -85,7 +85,8 @@ class AutomaticStep:
         """Step the optimizer and what follows it."""
         optimizer, hooks = self.optimizer, self.hooks
         for hook in hooks.on_before_optimizer_step:
-            hook(optimizer)
+            if hook(optimizer) == -1:
+                return optimizer.zero_grad()
         optimizer.step()
         self.after_update()
 
@@ -143,7 +144,9 @@ class ClosureStep(AutomaticStep):
             self.backward(outputs)
             if accelerator.sync_gradients:
                 for hook in self.hooks.on_before_optimizer_step:
-                    hook(optimizer)
+                    if hook(optimizer) == -1:
+                        optimizer.zero_grad()  # the optimizer is under way already, and finds nothing to do
+                        break
             return outputs["loss"] if isinstance(outputs, dict) else outputs
 
         with accelerator.accumulate(self.model):
@@ -184,7 +187,8 @@ class ManualStep(AutomaticStep):
     def step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
         """Step one of the user's optimizers."""
         for hook in self.hooks.on_before_optimizer_step:
-            hook(optimizer)
+            if hook(optimizer) == -1:
+                return None
         result = optimizer.step(closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
         if not (self.scaled and self.accelerator.optimizer_step_was_skipped):
             self.progress.step += 1

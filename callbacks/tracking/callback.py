@@ -82,7 +82,7 @@ class Tracking(Callback):
         for tracker in self.trackers:
             tracker.fail(self._error)
             tracker.flush()
-        word = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        word = "interrupted" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "failed"
         self._write_status({"status": word, "step": trainer.global_step, "error": self._error})
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:

@@ -72,7 +72,7 @@ def expected(*, batches: int, accumulate: int, epochs: int, val: int, every: int
         if val and every is None:
             validation(val)
         fire("on_train_epoch_end")
-    fire("on_train_end", "on_fit_end", "teardown")
+    fire("on_stop", "on_train_end", "on_fit_end", "teardown")
     return out
 
 

@@ -1,0 +1,53 @@
+"""The other ranks of a run, as far as this one can tell without waiting for them: who has failed, who is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Siblings:
+    """The ranks of ``world``; collective when it is made. Those on this machine are known by their processes too."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        here = (socket.gethostname(), os.getpid())
+        everybody = world.gather_object(here)
+        others = {rank: pid for rank, (host, pid) in enumerate(everybody) if host == here[0] and rank != world.rank}
+        self._processes = {rank: pid for rank, pid in others.items() if alive(pid)}  # not those of another container
+
+    @property
+    def none(self) -> bool:
+        """Whether this rank is the only one."""
+        return self.world.size == 1
+
+    def failure(self) -> str | None:
+        """Return which rank has failed and how, or None; never waits, so that a signal's handler can ask."""
+        if self.none:
+            return None
+        reported = self.world.peer_failure()
+        if reported is not None:
+            return reported
+        gone = next((rank for rank, pid in self._processes.items() if not alive(pid)), None)
+        return None if gone is None else f"rank {gone}: its process {self._processes[gone]} is gone"
+
+    def wait(self) -> None:
+        """Wait until every rank has come here; one that never comes is none of our business any more."""
+        with suppress(RuntimeError):
+            self.world.barrier("the end after a signal")
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs on this machine (one that has ended, but was not yet waited for, does not)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    return True

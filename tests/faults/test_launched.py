@@ -1,0 +1,98 @@
+"""The same under real launchers: what a rank's failure, and a signal to the launcher, come to."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from drivetrain.tests import distributed
+
+SCRIPT = """
+import os, signal, sys, time, torch
+from drivetrain import Callback, Trainer, TrainModule
+from drivetrain.strategies import launch
+
+what, bad = sys.argv[1], int(sys.argv[2])
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        open(f"step-{self.trainer.global_rank}", "w").write(str(os.getpid()))
+        if what == "pause":
+            time.sleep(0.1)
+        elif batch_idx == 2 and self.trainer.global_rank != bad:
+            time.sleep(45)
+        elif batch_idx == 2 and what == "raise":
+            raise ValueError("a broken sample")
+        elif batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Told(Callback):
+    def on_exception(self, trainer, module, exception):
+        open(f"told-{trainer.global_rank}", "w").write(f"{type(exception).__name__}: {exception}")
+
+
+if __name__ == "__main__":
+    data = torch.utils.data.DataLoader(torch.zeros(2000))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=1, callbacks=[Told()])
+    trainer.fit(Line(), data)
+"""
+LAUNCH = "import sys; from drivetrain.strategies.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHERS = {"torchrun": TORCHRUN, "drivetrain": [sys.executable, "-c", LAUNCH]}
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return str(tmp_path / "train.py")
+
+
+@pytest.mark.timeout(44)  # less than a rank sleeps
+@pytest.mark.parametrize("launcher, what, bad", [("torchrun", "raise", 1), ("drivetrain", "raise", 0), ("drivetrain", "kill", 1)])
+def test_D2_a_rank_fails_while_the_other_sleeps(launcher, what, bad, script, tmp_path):
+    done = distributed.execute([*LAUNCHERS[launcher], script, what, str(bad)], cwd=tmp_path)
+    assert done.returncode != 0
+    told = {path.name: path.read_text() for path in tmp_path.glob("told-*")}
+    assert told[f"told-{1 - bad}"].startswith(f"PeerFailed: Expected all ranks to go on. Received: rank {bad}: ")
+    if what == "raise":
+        assert told[f"told-{bad}"] == "ValueError: a broken sample"
+        assert done.stderr.index("ValueError: a broken sample") < done.stderr.index("PeerFailed")
+    if launcher == "drivetrain":
+        end = done.stderr[done.stderr.rindex(f"Rank {bad} of 2 failed first: it ") :]
+        assert ("a broken sample" in end) is (what == "raise") and ("SIGKILL" in end) is (what == "kill")
+
+
+@pytest.mark.parametrize("launcher, code", [("torchrun", 1), ("drivetrain", 143)])
+def test_S2_a_signal_to_the_launcher_reaches_all_ranks(launcher, code, script, tmp_path):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*LAUNCHERS[launcher], script, "pause", "0"], cwd=tmp_path, env=variables,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    try:
+        while len(list(tmp_path.glob("step-*"))) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, errors
+    (line,) = re.findall(r"SIGTERM: training stops at step (\d+), saved in (\S+). Exit code 143.", output)
+    assert sorted(path.name for path in Path(line[1]).parent.iterdir()) == [f"checkpoint-{int(line[0]):06d}"]
+    assert {path.read_text() for path in tmp_path.glob("told-*")} == {"Interrupted: 143"}
