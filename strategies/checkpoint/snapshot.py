@@ -194,6 +194,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
 
@@ -213,9 +214,12 @@ class Buffers:
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in layout]
         steps = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         self._views = []
-        if sum(steps) > self._memory.numel() or pinned != self._memory.is_pinned():
+        if sum(steps) > self._memory.numel() or pinned != self._pinned:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-            self._memory = _allocate(sum(steps), pinned=pinned)
+            self._memory = _allocate(sum(steps))
+            self._pinned = pinned
+            if pinned:
+                _lock_pages(self._memory)
         start = 0
         for (shape, dtype), size, step in zip(layout, sizes, steps, strict=True):
             self._views.append(self._memory[start : start + size].view(dtype).view(shape))
@@ -234,13 +238,23 @@ class _File:
     aliases: Mapping[str, str] | None = None
 
 
-def _allocate(size: int, *, pinned: bool) -> Tensor:
-    memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    if size >= LARGE and not pinned and sys.platform == "linux":  # touching it for the first time is quicker so
+def _allocate(size: int) -> Tensor:
+    memory = torch.empty(size, dtype=torch.uint8)
+    if size >= LARGE and sys.platform == "linux":  # touching it for the first time is quicker so
         first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         count = memory.data_ptr() + size - first
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(count), _HUGE_PAGES)
     return memory
+
+
+def _lock_pages(memory: Tensor) -> None:
+    """Register memory with CUDA; torch's own pinned memory comes in powers of two, of which half may be wasted."""
+    runtime, place = torch.cuda.cudart(), memory.data_ptr()
+    code = runtime.cudaHostRegister(place, memory.numel(), 1) if memory.numel() else 0  # 1: for all devices
+    if int(code) == 0:
+        weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
+    else:
+        _log.warning("Checkpoints are copied to pageable memory, which takes longer: CUDA says error %d.", int(code))
 
 
 def _finish_at_exit(saves: Saves) -> None:
