@@ -12,7 +12,7 @@ from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
-from ..strategies import create
+from ..strategies import create, environment
 from ..strategies.environment import Placement
 from .limits import limit_of, schedule_of, whole
 from .schedule import Schedule
@@ -83,6 +83,11 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
     if placement.launched:
         _check_launched(plan, size, placement)
         size = placement.size
+    elif plan.asked and size > 1 and environment.integer("NUM_PROCESSES") == 1:
+        raise ValueError(
+            f"Expected as many processes as were launched. Received: devices × num_nodes = {size}, and num_processes=1 "
+            "of the launch. Make them equal, or leave the number to one of both."
+        )
     strategy = create(None if strategy == "auto" else strategy, size=size)
     if size > 1 and not strategy.launches:
         raise ValueError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import launch_file
+from . import launch_file, menu
 from .launch_settings import SETTINGS, Setting, engine_is_here, several
 from .sources import UsageError, plain_errors
 
@@ -210,6 +210,8 @@ def _devices(answers: Answers) -> int:
 
 def _ask(row: Setting) -> Any:
     print(f"\n{row.text or row.name} ({row.name})")
+    if row.choices and menu.usable():
+        return row.choices[menu.choose(row.choices, row.choices.index(row.default) if row.default else 0)]
     for number, choice in enumerate(row.choices):
         print(f"  [{number}] {choice}")
     default = {"True": "yes", "False": "no", "None": "none", "": "none"}.get(str(row.default), row.default)

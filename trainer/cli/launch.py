@@ -89,7 +89,8 @@ def start(launch: Launch) -> int:
             raise UsageError("Expected mpirun. Received: mpirun_hostfile, and no mpirun on the PATH. Install an MPI.")
         _become(mpirun(launch, program(launch), local=local_processes(launch), variables=variables, kind=kind), {})
     if launch["num_processes"] == 1 and launch["max_restarts"] == 0:
-        _become(program(launch), variables)
+        alone = {"DRIVETRAIN_NUM_PROCESSES": "1"} if launch.given("num_processes") else {}
+        _become(program(launch), {**variables, **alone})
     from ...strategies.launch import run_script
 
     quiet = "quiet" in launch.command.switches

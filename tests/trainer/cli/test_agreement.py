@@ -123,3 +123,22 @@ def test_F1_a_trainer_script_follows_its_launch_file(home):
     file = home.path / "launch.yaml"
     assert done.returncode == 1
     assert f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS (gradient_accumulation_steps in {file})=4" in done.stderr
+
+
+def test_a_trainer_that_asks_for_more_processes_than_were_launched(home):
+    home.write("run.py", RUN.replace("= Trainer(", "= Trainer(accelerator='cpu', devices=2, "))
+    done = home.cli("launch", "--cpu", "--num_processes", "1", "run.py")
+    assert done.returncode == 1
+    assert "Received: devices × num_nodes = 2, and num_processes=1 of the launch." in done.stderr
+    done = home.cli("launch", "--cpu", "run.py")  # the number is left to the script
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 2 8 32-true", "rank 1 2 8 32-true"
+    ], done.stderr  # fmt: skip
+
+
+def test_a_run_of_the_command_line_in_launched_processes(home):
+    done = home.cli("launch", "--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "-m", "drivetrain", "fit",
+                    "--config", "run.yaml")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    config = next(home.path.glob("runs/*/config.yaml")).read_text()
+    assert "max_epochs: 2" in config

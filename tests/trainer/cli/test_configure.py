@@ -123,3 +123,27 @@ def test_default_and_update(home, capsys):
 def test_keys_of_accelerate_are_all_known():
     known = {"use_cpu" if name == "cpu" else name for name, row in SETTINGS.items() if not row.section} | SECTIONS
     assert ACCELERATES <= known
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen"),
+    [("\n", "b"), ("\x1b[B\n", "c"), ("\x1b[B\x1b[B\n", "a"), ("\x1bOAk\x1b[A\n", "b"), ("2\n", "c"), ("9jj\r", "a"), ("\x04", "-")],
+)
+def test_choices_by_arrow_keys_at_a_terminal(home, keys, chosen):
+    import os
+    import pty
+    import sys
+
+    code = ("from drivetrain.trainer.cli import menu\nassert menu.usable()\n"
+            "try: print('chosen', 'abc'[menu.choose('abc', 1)])\nexcept KeyboardInterrupt: print('chosen -')")  # fmt: skip
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    shown = ""
+    while "chosen" not in shown or not shown.endswith("\n"):
+        part = os.read(terminal, 4096).decode()
+        if "➔" in part and "➔" not in shown:
+            os.write(terminal, keys.encode())
+        shown += part
+    os.waitpid(child, 0)
+    assert shown.split()[-1] == chosen
