@@ -52,7 +52,8 @@ class _Device:
             raise ValueError(f"Expected a device of this machine. Received: rng_types {kind!r}. Leave it out.")
 
     def get_state(self) -> torch.Tensor:
-        return self.module.get_rng_state()
+        state: torch.Tensor = self.module.get_rng_state()
+        return state
 
     def set_state(self, state: torch.Tensor) -> None:
         self.module.set_rng_state(state)

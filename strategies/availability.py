@@ -125,7 +125,7 @@ def is_habana_gaudi1() -> bool:
         return False
     import habana_frameworks.torch.utils.experimental as experimental
 
-    return experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
 
 
 def is_npu_available(check_device: bool = False) -> bool:

@@ -164,10 +164,11 @@ def pad_across_processes(tensor: Data, dim: int = 0, pad_index: int = 0, pad_fir
     sizes = [leaf.shape[dim] if _has(leaf, dim) else 0 for _, leaf in leaves]
     everyones = _agree_on(world, [(path, leaf.ndim) for path, leaf in leaves], sizes)
     largest = [max(column) for column in zip(*everyones, strict=True)]
-    return _rebuild(tensor, [
+    padded: Data = _rebuild(tensor, [
         fill_to(leaf, dim, size, pad_index, pad_first) if _has(leaf, dim) else leaf
         for (_, leaf), size in zip(leaves, largest, strict=True)
     ])
+    return padded
 
 
 def _tensors(operation: str, data: Any) -> list[tuple[str, Tensor]]:
@@ -183,7 +184,7 @@ def _rebuild(data: Any, tensors: list[Tensor]) -> Any:
     return recursively_apply(lambda _: next(replacements), data)
 
 
-def _agree_on(world: World, kinds: list[tuple], sizes: Sequence[int] = ()) -> list[list[int]]:
+def _agree_on(world: World, kinds: list[tuple[Any, ...]], sizes: Sequence[int] = ()) -> list[list[int]]:
     """Compare what every rank has brought, and tell all sizes to all: a list for each rank."""
     header = torch.zeros(1 + _SIZES, dtype=torch.int64)
     header[0] = signature(kinds)
@@ -202,7 +203,7 @@ def _kind(leaf: Tensor) -> str:
     return f"{leaf.device.type} {str(leaf.dtype)[6:]}"
 
 
-def _described(kind: tuple) -> str:
+def _described(kind: tuple[Any, ...]) -> str:
     path, *rest = kind
     shown = " ".join(str(list(part)) if isinstance(part, torch.Size) else str(part) for part in rest)
     return f"{path}: {shown}" if path else shown

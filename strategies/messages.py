@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import world as worlds
 from .environment import text
 
 
-class MultiProcessAdapter(logging.LoggerAdapter):
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # takes no argument at run time before Python 3.11
+
+
+class MultiProcessAdapter(_Adapter):
     """A logger that writes on the first process only, unless a call says otherwise.
 
     `main_process_only=False` writes on every process; `in_order=True` on all, one after the other by rank, for which
     every process has to make the call.
     """
 
-    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Writes a message; takes `main_process_only` (True) and `in_order` (False) besides logging's own."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # so that the caller's line is shown, not this one

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def send_to_device(tensor: Data, device: torch.device | str | int, non_blocking:
             return _like(item, {key: part if key in skipped else walk(part) for key, part in item.items()})
         return _move(item, device, non_blocking) if hasattr(item, "to") else item
 
-    return walk(tensor)
+    return cast("Data", walk(tensor))
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -152,12 +152,12 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def pad_input_tensors(tensor: Data, batch_size: int, num_processes: int, dim: int = 0) -> Data:
     """Nested data whose tensors are filled with zeros, from `batch_size` to a multiple of `num_processes`."""
     missing = -batch_size % num_processes
-    return recursively_apply(lambda leaf: fill_to(leaf, dim, leaf.shape[dim] + missing), tensor)
+    return cast("Data", recursively_apply(lambda leaf: fill_to(leaf, dim, leaf.shape[dim] + missing), tensor))
 
 
 def convert_to_fp32(tensor: Data) -> Data:
     """Nested data with half-precision tensors in float32."""
-    return recursively_apply(lambda leaf: leaf.float(), tensor, test_type=_is_half)
+    return cast("Data", recursively_apply(lambda leaf: leaf.float(), tensor, test_type=_is_half))
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def _move(item: Any, device: torch.device | str | int, non_blocking: bool) -> An
         return item.to(device)
 
 
-def _like(mapping: Mapping, items: dict) -> Any:
+def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the same type; a defaultdict keeps its factory."""
     kind: Any = type(mapping)
     factory = getattr(mapping, "default_factory", None)

@@ -37,14 +37,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if device_placement:
             place_state(optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps at the end of a window and returns what the optimizer returns; inside a window does nothing."""
         if self.gradient_state.sync_gradients:
             self.step_was_skipped, result = self._step(self.optimizer, closure)
             return result
         return None
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients at the end of a window; inside a window does nothing."""
         if self.gradient_state.sync_gradients:
             if set_to_none is None:
@@ -53,7 +53,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The optimizer's state by parameter."""
         return self.optimizer.state
 
@@ -62,7 +62,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups of parameters with their options."""
         return self.optimizer.param_groups
 
@@ -71,7 +71,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The options that a group has unless it says otherwise."""
         return self.optimizer.defaults
 
@@ -121,9 +121,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Returns the user's optimizer inside a prepared one."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    inner: torch.optim.Optimizer = optimizer
+    while isinstance(inner, AcceleratedOptimizer):
+        inner = inner.optimizer
+    return inner
 
 
 def place_state(optimizer: torch.optim.Optimizer) -> None:
@@ -173,7 +174,7 @@ def load_named_state(
         groups.append({**saved_group, "params": group["params"]})
     state = {index.get(key, key): value for key, value in saved["state"].items()}
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
-    optimizer._opt_called = bool(state)  # so that a scheduler does not complain that it steps before the optimizer
+    vars(optimizer)["_opt_called"] = bool(state)  # else a scheduler complains that it steps before the optimizer
     for parameter, name in zip(_parameters(optimizer), sum(by_group, []), strict=True):
         if name in saved["state"] and parameter in optimizer.state:
             optimizer.state[parameter] = _exact(saved["state"][name], optimizer.state[parameter])

@@ -1,4 +1,4 @@
-"""Names that other libraries import from Accelerate, for what drivetrain does not do: an exact error where they are used.
+"""Names that other libraries import from Accelerate, for what drivetrain does not do: an exact error where one is used.
 
 With drivetrain in Accelerate's place such libraries import, and work as long as they need none of these.
 """

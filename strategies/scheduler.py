@@ -66,11 +66,11 @@ class AcceleratedScheduler:
 
     def get_last_lr(self) -> list[Any]:
         """Returns the rates set last, one for each parameter group."""
-        return self.scheduler.get_last_lr()
+        return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> list[Any]:
         """Returns the rates that the schedule gives now."""
-        return self.scheduler.get_lr()
+        return list(self.scheduler.get_lr())
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
         """Prints the rates, where the scheduler can."""
@@ -78,7 +78,8 @@ class AcceleratedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped scheduler's state."""
-        return self.scheduler.state_dict()
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned."""

@@ -228,7 +228,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
     comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
-    comm_state_option: dict = field(default_factory=dict)
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.comm_hook = _member(DDPCommunicationHookType, self.comm_hook, "comm_hook")
@@ -242,7 +242,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
             find_unused_parameters=True,
         )
 
-    def to_dict(self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> dict:
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
         """Returns the fields that DDP's constructor takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
@@ -255,7 +257,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         model.register_comm_hook(state, _wrapped_hook(DDPCommunicationHookType(self.comm_wrapper), hook))
 
 
-def _communication_hook(kind: DDPCommunicationHookType, options: dict) -> tuple[Any, Callable]:
+def _communication_hook(kind: DDPCommunicationHookType, options: dict[str, Any]) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if kind is DDPCommunicationHookType.FP16:
@@ -268,7 +270,7 @@ def _communication_hook(kind: DDPCommunicationHookType, options: dict) -> tuple[
     return state, powerSGD_hook.batched_powerSGD_hook
 
 
-def _wrapped_hook(wrapper: DDPCommunicationHookType, hook: Callable) -> Callable:
+def _wrapped_hook(wrapper: DDPCommunicationHookType, hook: Callable[..., Any]) -> Callable[..., Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if wrapper is DDPCommunicationHookType.FP16:
@@ -284,7 +286,7 @@ def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares
     compressed = gradients.to(torch.bfloat16).div_(torch.distributed.get_world_size())
     future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
 
-    def decompress(done: torch.futures.Future) -> torch.Tensor:
+    def decompress(done: torch.futures.Future[Any]) -> Any:
         return gradients.copy_(done.value()[0])
 
     return future.then(decompress)
@@ -300,7 +302,7 @@ class ProfileKwargs(KwargsHandler):
 
     activities: list[str] | None = None
     schedule_option: dict[str, int] | None = None
-    on_trace_ready: Callable | None = None
+    on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False

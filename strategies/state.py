@@ -60,7 +60,7 @@ class PartialState:
     @property
     def distributed_type(self) -> DistributedType:
         """A label for what kind of distribution runs."""
-        return self._shared_state["strategy"].distributed_type
+        return DistributedType(self._shared_state["strategy"].distributed_type)
 
     @property
     def device(self) -> torch.device:
@@ -208,7 +208,7 @@ class AcceleratorState(PartialState):
     @property
     def mixed_precision(self) -> str:
         """Accelerate's word for the precision: "no", "fp16" or "bf16"."""
-        return self._shared_state["_mixed_precision"]
+        return str(self._shared_state["_mixed_precision"])
 
     is_fsdp2 = fork_launched = False
 

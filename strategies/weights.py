@@ -17,7 +17,9 @@ from . import world as worlds
 from .checkpoint.tensors import load_weights
 from .sizes import id_tensor_storage
 
-def save(obj: Any, f: str | os.PathLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
     """Writes a dict of tensors as a safetensors file, on the first process (or on the first of each machine).
 
     The file is safetensors whatever `safe_serialization` says; it appears complete.
@@ -38,7 +40,7 @@ def save(obj: Any, f: str | os.PathLike, save_on_each_node: bool = False, safe_s
         os.replace(part, path)
 
 
-def load(f: str | os.PathLike, map_location: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file, on the device `map_location` (default: the CPU).
 
     Raises:
@@ -52,7 +54,7 @@ def load(f: str | os.PathLike, map_location: Any = None, **kwargs: Any) -> dict[
 
 
 def load_state_dict(
-    checkpoint_file: str | os.PathLike, device_map: Mapping[str, Any] | None = None
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file, on the devices that `device_map` gives to names or their beginnings.
 
@@ -67,9 +69,9 @@ def load_state_dict(
 
 def load_checkpoint_in_model(
     model: torch.nn.Module,
-    checkpoint: str | os.PathLike,
+    checkpoint: str | os.PathLike[str],
     device_map: dict[str, Any] | None = None,
-    offload_folder: str | os.PathLike | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,

@@ -52,10 +52,11 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     their names; a model without such blocks is compiled as a whole.
     """
     if is_repeated_blocks(module):
-        return _with_children(module, {name: torch.compile(child, **compile_kwargs)
-                                       for name, child in module.named_children()})  # fmt: skip
+        blocks = {name: _compiled(child, compile_kwargs) for name, child in module.named_children()}
+        return _with_children(module, blocks)
     if not has_repeated_blocks(module):
-        return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
+        whole: nn.Module = _compiled(module, compile_kwargs)
+        return whole
     children = {}
     for name, child in module.named_children():
         children[name] = compile_regions(child, **compile_kwargs)
@@ -132,6 +133,10 @@ def _stripped(model: Any) -> Any:
             return model
 
 
+def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(module, **options)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return is_compiled_module(module) or getattr(module, "_compiled_call_impl", None) is not None
 
@@ -140,5 +145,5 @@ def _with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Modu
     """A module that shares everything with the given one but its children."""
     new = module.__class__.__new__(module.__class__)
     new.__dict__.update(module.__dict__)
-    new._modules = {**module._modules, **children}  # type: ignore[assignment]
+    new._modules = {**module._modules, **children}
     return new

@@ -101,6 +101,8 @@ class Accelerator:
         NotImplementedError: a plugin of an engine that is not part of this version.
     """
 
+    _accumulation: Accumulation
+
     def __init__(
         self,
         device_placement: bool = True,
@@ -115,7 +117,7 @@ class Accelerator:
         megatron_lm_plugin: Any = None,
         rng_types: list[Any] | None = None,
         log_with: Any = None,
-        project_dir: str | os.PathLike | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
@@ -241,7 +243,8 @@ class Accelerator:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The scaler of float16 losses; None in every other precision."""
-        return self.precision.scaler
+        scaler: torch.amp.GradScaler | None = self.precision.scaler
+        return scaler
 
     @property
     def split_batches(self) -> bool:
@@ -407,9 +410,9 @@ class Accelerator:
 
     def prepare_data_loader(
         self,
-        data_loader: torch.utils.data.DataLoader,
+        data_loader: torch.utils.data.DataLoader[Any],
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Returns the loader that gives this process its share of the data, on its device."""
         if any(data_loader is known for known in self._contents.loaders):
@@ -478,7 +481,7 @@ class Accelerator:
 
     def _begin_windows(self) -> None:
         self._window = Window(self.gradient_state, self.world, self._all_parameters)
-        self._accumulation: Accumulation = self._new_accumulation(())
+        self._accumulation = self._new_accumulation(())
 
     def _new_accumulation(self, models: tuple[Any, ...]) -> Accumulation:
         parameters = (lambda: parameters_of(models)) if models else self._all_parameters
@@ -516,7 +519,8 @@ class Accelerator:
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Returns the context in which backward passes leave this model's gradients unreduced."""
-        return self.strategy.no_sync(model)
+        context: AbstractContextManager[None] = self.strategy.no_sync(model)
+        return context
 
     @staticmethod
     def trigger_sync_in_backward(model: Any) -> AbstractContextManager[None]:
@@ -526,7 +530,8 @@ class Accelerator:
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Returns the context that computes in the run's precision; the handler replaces the run's options."""
-        return self.precision.autocast(autocast_handler)
+        context: AbstractContextManager[None] = self.precision.autocast(autocast_handler)
+        return context
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Differentiates the loss of one micro-batch, scaled for the accumulation window and the precision.
@@ -698,7 +703,9 @@ class Accelerator:
 
     # Trackers
 
-    def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None) -> None:
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Starts the trackers that `log_with` named; `config` is stored as the run's settings.
 
         `init_kwargs` holds arguments for each tracker's constructor by the tracker's name.
@@ -713,7 +720,9 @@ class Accelerator:
         """
         return trackers.get_tracker(self.trackers, name, unwrap)
 
-    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Gives values to every tracker; `log_kwargs` holds further arguments by tracker name."""
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
@@ -728,7 +737,7 @@ class Accelerator:
 
     # State
 
-    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes a dict of tensors as a safetensors file, on the first process (or on each machine's, if so set).
 
         Raises:
@@ -741,7 +750,7 @@ class Accelerator:
     def save_model(
         self,
         model: torch.nn.Module,
-        save_directory: str | os.PathLike,
+        save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
@@ -793,7 +802,7 @@ class Accelerator:
 
     def save_state(
         self,
-        output_dir: str | os.PathLike | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
         metadata: dict[str, Any] | None = None,
@@ -845,7 +854,7 @@ class Accelerator:
 
     def load_state(
         self,
-        input_dir: str | os.PathLike | None = None,
+        input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
         *,
         weights_only: bool = False,

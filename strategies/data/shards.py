@@ -27,9 +27,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator("cpu")
-        self.generator.manual_seed(self.epoch + self.initial_seed)
+        generator = vars(self)["generator"] or torch.Generator("cpu")
+        self.generator: Any = generator.manual_seed(self.epoch + self.initial_seed)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 
@@ -115,7 +114,7 @@ class BatchSamplerShard(BatchSampler):
                 yield turn[self.process_index]
 
 
-class IterableDatasetShard(IterableDataset):
+class IterableDatasetShard(IterableDataset[Any]):
     """One process's share of the samples of an iterable data set: a contiguous part of each global batch.
 
     The global batch is `batch_size` samples with `split_batches`, else as many for each process. A short last one is
@@ -127,7 +126,7 @@ class IterableDatasetShard(IterableDataset):
 
     def __init__(
         self,
-        dataset: IterableDataset,
+        dataset: IterableDataset[Any],
         batch_size: int = 1,
         drop_last: bool = False,
         num_processes: int = 1,
@@ -173,7 +172,7 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: Iterable[list[int]], skip_batches: int = 0) -> None:
         self.batch_sampler: Any = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self.skip_batches = skip_batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -188,7 +187,7 @@ class SkipBatchSampler(BatchSampler):
         return len(self.batch_sampler)
 
 
-class SkipDataLoader(DataLoader):
+class SkipDataLoader(DataLoader[Any]):
     """A DataLoader without its first batches; they are read and dropped. Arguments: DataLoader's, and how many."""
 
     def __init__(

@@ -14,7 +14,7 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def write_basic_config(
-    mixed_precision: str = "no", save_location: str | os.PathLike | None = None
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
     """Writes a launch file for all accelerators of this machine, or one process on the CPU; returns its place.
 
