@@ -239,6 +239,7 @@ class ModelCheckpoint(Callback):
 
         Collective, unless not ``agreed``.
         """
+        trainer.accelerator.wait_for_saves()  # its coming may change what is kept
         if trainer.global_step != self._saved_step:
             self._newest = self._free(trainer, _counters(trainer), agreed=agreed)
             self._write(trainer, replace(self._kept, last=self._newest, new=self._newest, doomed={}))

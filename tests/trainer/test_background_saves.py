@@ -253,21 +253,19 @@ def test_C8_fit_ends_when_its_last_save_is_durable(end):
     assert forked(child) == 0
 
 
-def test_C8_a_signal_that_stops_the_fit_waits_for_the_last_save():
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_C8_sigterm_ends_the_fit_when_the_last_save_is_durable(every):
+    """It comes in the fourth step: one save is being written, has just been told, or begins with that step."""
+
     def child():
         Disk(delay=0.03)
-
-        class Stop(Callback):
-            def on_fit_start(self, trainer, module):
-                signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "should_stop", True))
-
-        trainer = fit(
-            Straight(lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)),
-            Stop(),
-            saving(every_n_train_steps=4),
-            max_epochs=9,
-        )
-        assert trainer.global_step == 4 and complete("ck/checkpoint-000004")
+        module = Straight(lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(SystemExit) as ended:
+            fit(module, saving(every_n_train_steps=every, save_top_k=1), max_epochs=9)
+        assert ended.value.code == 128 + signal.SIGTERM and threading.active_count() == 1
+        last = Path("ck/checkpoint-000004")
+        assert Path(ended.value.checkpoint).name == last.name and complete(last) and hidden(Path("ck")) == []
+        assert torch.equal(load_weights(Checkpoint.open(last))["layer.weight"], module.layer.weight)
 
     assert forked(child) == 0
 
