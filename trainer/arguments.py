@@ -17,6 +17,7 @@ from ..strategies.environment import Placement
 from .limits import limit_of, schedule_of, whole
 from .schedule import Schedule
 from .shorthands import callbacks_of, listed
+from .switches import check_switches
 
 _PRECISIONS = {
     "32": "32-true", "32-true": "32-true", "64": "64-true", "64-true": "64-true",
@@ -50,6 +51,7 @@ def resolve(given: dict[str, Any], placement: Placement) -> Plan:
 
     Raises ValueError or TypeError for arguments that make no sense.
     """
+    check_switches(given)
     given = _with_fast_run(_with_barebones(given))
     plan = Plan(shards=given["use_distributed_sampler"])
     _resolve_devices(plan, given, placement)
@@ -206,7 +208,7 @@ def _with_fast_run(given: dict[str, Any]) -> dict[str, Any]:
     count = 1 if fast is True else whole(given, "fast_dev_run", least=1)
     left_out = (ModelCheckpoint, EarlyStopping, Tracking)
     return given | {
-        "max_epochs": 1, "max_steps": count, "num_sanity_val_steps": 0,
+        "max_epochs": 1, "max_steps": count, "min_epochs": None, "min_steps": None, "num_sanity_val_steps": 0,
         "val_check_interval": None, "check_val_every_n_epoch": 1,
         "logger": False, "enable_checkpointing": False, "log_every_n_steps": 1,
         "callbacks": [c for c in listed(given["callbacks"]) if not isinstance(c, left_out)],

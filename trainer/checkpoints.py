@@ -120,6 +120,8 @@ def _find(trainer: Trainer, wanted: Any) -> Path | None:
                 'Expected a best checkpoint. Received: ckpt_path="best", but nothing was saved in this process. Name a path.'
             )
         return Path(best)
+    if not (isinstance(wanted, str) or hasattr(wanted, "__fspath__")):
+        raise TypeError(f'Expected a checkpoint. Received: ckpt_path={wanted!r}. Write "last", "best" or a path.')
     path = Path(wanted)
     if not path.exists():
         raise FileNotFoundError(

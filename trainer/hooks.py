@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import warnings
 from functools import partial
 from typing import Any, Callable, Sequence
 
@@ -77,18 +75,3 @@ def full_count(name: str) -> int:
     if name in STEPS:
         return 2 if name == "training_step" else 3
     return 2 + (not name.startswith("on_train_")) + name.endswith("_end")
-
-
-def warn_about_misspelled(thing: Any, base: type) -> None:
-    """Warn about methods whose name is nearly that of a hook or a step, with the nearest right name."""
-    known = {name for name in dir(base) if not name.startswith("_")}
-    for name in dir(type(thing)):
-        if name.startswith("_") or name in known or not callable(getattr(type(thing), name, None)):
-            continue
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8 if name.startswith("on_") else 0.88)
-        if nearest and not hasattr(getattr(type(thing), name), "__self__"):
-            warnings.warn(
-                f"Expected names of hooks. Received: {type(thing).__name__}.{name}, which nothing calls. "
-                f"Rename it to {nearest[0]} if that is what it should be.",
-                stacklevel=2,
-            )

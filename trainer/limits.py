@@ -18,6 +18,7 @@ def schedule_of(given: dict[str, Any], *, timed: bool) -> Schedule:
     epochs = DEFAULT_EPOCHS if unlimited else epochs
     limits = _durations(max_epochs=_bounded(epochs), max_steps=_bounded(steps))
     minimums = _durations(min_epochs=given["min_epochs"], min_steps=given["min_steps"])
+    _check_room(limits, minimums)
     every = given["check_val_every_n_epoch"]
     if every is not None and (not isinstance(every, int) or every < 1):
         raise ValueError(f"Expected a whole number ≥ 1 or None. Received: check_val_every_n_epoch={every!r}. Use 1.")
@@ -68,6 +69,16 @@ def _durations(**given: Any) -> list[Duration]:
         for name, value in given.items()
         if value is not None
     ]
+
+
+def _check_room(limits: list[Duration], minimums: list[Duration]) -> None:
+    for least in minimums:
+        for most in limits:
+            if least.unit == most.unit and least.value > most.value:
+                unit = "epochs" if least.unit == "ep" else "steps"
+                raise ValueError(
+                    f"Expected min_{unit} within max_{unit}. Received: {least} and {most}. Change one of them."
+                )
 
 
 def _bounded(value: Any) -> Any:

@@ -25,6 +25,11 @@ class LoaderSource:
 
     def __init__(self, module: TrainModule, given: dict[str, Any], datamodule: DataModule | None) -> None:
         self.module, self.given, self.datamodule = module, dict(given), datamodule
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            raise TypeError(
+                f"Expected a DataModule. Received: datamodule={datamodule!r}. Subclass drivetrain.DataModule, and pass "
+                "an object; loaders go into the arguments before it."
+            )
         for stage, loaders in given.items():
             if isinstance(loaders, DataModule):
                 if self.datamodule is not None:

@@ -145,6 +145,8 @@ class FitLoop:
         self.progress.validated = self.progress.batches
         self.progress.mark = self._schedule.intervals(self.progress)
         self.validation_due = False
+        if self.at_edge:
+            self.hooks.fire("on_validation_model_zero_grad")
         evaluate(self.session, "validate")
         self.metrics.begin("train", batchwise=True)
 

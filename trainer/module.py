@@ -179,6 +179,8 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
                 f"Expected a trainer to log {name!r} to. Received: none. Nothing is logged outside a run.", stacklevel=3
             )
             return None
+        if not isinstance(name, str):
+            raise TypeError(f"Expected a name to log under. Received: {name!r}. Write self.log('loss', loss).")
         if not is_metric(value):
             check_scalar(name, value)
         series = self._metrics.series(name, options, add_dataloader_idx)

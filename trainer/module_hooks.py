@@ -93,6 +93,9 @@ class ModuleHooks:
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after a validation batch."""
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Called ahead of a validation in fit, outside of accumulation windows: frees gradients; they are zero here."""
+
     def on_validation_model_eval(self) -> None:
         """Puts the model into evaluation mode for a validation; override to do it in another way."""
 
@@ -148,7 +151,8 @@ class ModuleHooks:
         """Called when the model is back in its modes after a prediction."""
 
 
-MODULE_HOOKS = tuple(
-    f"on_{event}_model_{mode}" for event in ("validation", "test", "predict") for mode in ("eval", "train")
+MODULE_HOOKS = (
+    "on_validation_model_zero_grad",
+    *(f"on_{event}_model_{mode}" for event in ("validation", "test", "predict") for mode in ("eval", "train")),
 )
 """Hooks that a module has and a callback has not."""

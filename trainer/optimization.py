@@ -37,6 +37,20 @@ class ManualOptimizer:
         return self._step(self.optimizer, closure, **kwargs)
 
 
+def configured(module: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Return the optimizers and scheduler configurations of a module; errors are those of ``parse``."""
+    try:
+        returned = module.configure_optimizers()
+    except ValueError as error:
+        if "empty parameter list" not in str(error):  # torch's word, which does not say whose or what to do
+            raise
+        raise ValueError(
+            f"Expected an optimizer over parameters. Received: none, in {type(module).__name__}.configure_optimizers. "
+            "Make the layers in __init__ or configure_model, and pass self.parameters()."
+        ) from error
+    return parse(returned)
+
+
 def parse(returned: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return the optimizers and scheduler configurations in what ``configure_optimizers`` returned.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from ..callbacks.profiler import Profiler
 from ..callbacks.tracking import Tracking
 from .checkpoints import check_hyperparameters, find_checkpoint, restore, run_of
 from .datamodule import DataModule
-from .hooks import Hooks, fitting, overrides, warn_about_misspelled
+from .hooks import Hooks, fitting, overrides
 from .loaders import METHODS, LoaderSource, checked, flatten, in_order, length, prepared, transfer_function
 from .metrics import Metrics
+from .misspelled import warn_about_misspelled
 from .module import TrainModule
-from .optimization import LRSchedulerConfig, parse
+from .optimization import LRSchedulerConfig, configured
 
 if TYPE_CHECKING:
     from .loop import FitLoop
@@ -181,7 +183,7 @@ class Session:
             self.model = accelerator.prepare_model(module, evaluation_mode=True)
             return
         accelerator.register_for_checkpointing(trainer.run_state)
-        optimizers, configs = parse(module.configure_optimizers())
+        optimizers, configs = configured(module)
         prepared_ones = accelerator.prepare(module, *optimizers, *[config.scheduler for config in configs])
         self.model, *rest = prepared_ones if isinstance(prepared_ones, tuple) else (prepared_ones,)
         trainer.optimizers = trainer.manual_optimizers = rest[: len(optimizers)]
@@ -205,6 +207,7 @@ class Session:
         if self.trainer.limit(stage) == 0 or not self.source.has(stage):
             return []
         if stage == "validate" and not overrides(self.module, step, TrainModule):
+            warn_about_unused(self.module)
             return []
         if stage == "validate" and self.trainer.overfit_batches:
             loaders = [self._training_data()]
@@ -274,6 +277,15 @@ class ModuleClipping(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: TrainModule, optimizer: Any) -> None:
         module.configure_gradient_clipping(optimizer, self.value, self.algorithm)
+
+
+def warn_about_unused(module: TrainModule) -> None:
+    """Say that there are validation data, which nothing looks at."""
+    warnings.warn(
+        f"Expected {type(module).__name__} to have a validation_step for the validation data. Received: none. "
+        "Nothing is validated. Write the method, or leave the data out.",
+        stacklevel=2,
+    )
 
 
 def check_module(module: Any, stage: str, source: LoaderSource) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Callable
 
 from ..callbacks.accumulation import GradientAccumulation
@@ -27,7 +28,9 @@ _SWITCHES = {
 
 def listed(callbacks: Any) -> list[Callback]:
     """Return the argument ``callbacks`` (None, one, or several) as a list of its own."""
-    return [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
 
 
 def callbacks_of(given: dict[str, Any]) -> list[Callback]:
@@ -64,6 +67,11 @@ def _add_settings(callbacks: list[Callback], given: dict[str, Any]) -> None:
     if accumulate != 1:
         _add(callbacks, GradientAccumulation(accumulate), name, accumulate, lambda c: c.scheduling)
     name, clip = _agreed(given, "gradient_clip_val", None, variable="GRADIENT_CLIPPING")
+    if given["gradient_clip_algorithm"] is not None and not clip:
+        warnings.warn(
+            "Expected gradient_clip_val beside gradient_clip_algorithm. Received: none. Nothing is clipped.",
+            stacklevel=2,
+        )
     if clip is not None and clip != 0:
         _add(callbacks, GradientClipping(clip, algorithm), name, clip, lambda c: (c.value, c.algorithm))
     if time is not None:

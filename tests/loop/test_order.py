@@ -128,3 +128,17 @@ def test_fit_test_and_predict_hooks():
     assert events == ["c.setup", "c.on_predict_start", "c.on_predict_epoch_start"] + [
         "c.on_predict_batch_start", "c.on_predict_batch_end"] * 2 + [
         "c.on_predict_epoch_end", "c.on_predict_end", "c.teardown"]  # fmt: skip
+
+
+def test_gradients_can_be_freed_ahead_of_a_validation_outside_of_windows():
+    class Freeing(Validated):
+        def __init__(self):
+            super().__init__()
+            self.freed = []
+
+        def on_validation_model_zero_grad(self):
+            self.freed.append((self.trainer.batch_idx, self.trainer.training))
+
+    module = Freeing()
+    quiet(max_epochs=1, accumulate_grad_batches=2, val_check_interval=1).fit(module, loader(8), loader(2))
+    assert module.freed == [(2, True), (4, True)]

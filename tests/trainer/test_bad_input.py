@@ -38,13 +38,31 @@ from torch.utils.data import DataLoader
         ({"barebones": True, "enable_progress_bar": True}, "barebones"),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "val_check_interval=0.5"),
         ({"logger": Tracking("csv"), "callbacks": Tracking("csv")}, "Tracking"),
-        ({"seed": -1}, "seed"), ({"logger": "tensorbord"}, "tensorboard"),
+        ({"seed": -1}, "seed"), ({"logger": "tensorbord"}, "tensorboard"), ({"accelerator": 3}, "accelerator"),
+        ({"accelerator": Trainer}, "accelerator"), ({"callbacks": ModelCheckpoint}, "callbacks"), ({"callbacks": 5}, "callbacks"),
+        ({"gradient_clip_algorithm": "squeeze"}, "squeeze"), ({"deterministic": "yes"}, "deterministic"),
+        ({"benchmark": "no"}, "benchmark"), ({"barebones": "no"}, "barebones"), ({"inference_mode": None}, "inference_mode"),
+        ({"enable_progress_bar": "yes"}, "enable_progress_bar"), ({"sync_batchnorm": "x"}, "sync_batchnorm"),
+        ({"use_distributed_sampler": 3}, "use_distributed_sampler"), ({"detect_anomaly": "y"}, "detect_anomaly"),
+        ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders"), ({"default_root_dir": 5}, "default_root_dir"),
+        ({"min_epochs": 5, "max_epochs": 2}, "min_epochs"), ({"min_steps": 5, "max_steps": 2}, "min_steps"),
     ],
 )  # fmt: skip
 def test_arguments_are_checked_when_the_trainer_is_made(options, word):
     with pytest.raises((ValueError, TypeError), match=r"(?s)Expected.*Received") as caught:
         Trainer(**{"accelerator": "cpu", "logger": False, **options})
     assert word in str(caught.value)
+
+
+def test_a_way_to_clip_without_a_value_warns():
+    with pytest.warns(UserWarning, match="Expected gradient_clip_val"):
+        Trainer(accelerator="cpu", logger=False, gradient_clip_algorithm="norm")
+
+
+def test_a_fast_run_is_short_whatever_the_minimum():
+    trainer = quiet(fast_dev_run=2, min_epochs=5, max_epochs=9)
+    trainer.fit(Line(), loader(8))
+    assert trainer.global_step == 2
 
 
 def test_unknown_arguments_name_themselves():
@@ -80,6 +98,50 @@ def test_a_data_module_in_the_place_of_loaders_comes_alone():
         quiet(max_epochs=1).fit(Line(), DataModule.from_datasets([1.0]), loader(4))
     with pytest.raises(ValueError, match="Expected one data module. Received: two"):
         quiet(max_epochs=1).fit(Line(), DataModule.from_datasets([1.0]), DataModule.from_datasets([1.0]))
+
+
+@pytest.mark.parametrize("datamodule", [3, DataModule, "digits"])
+def test_a_data_module_is_one(datamodule):
+    with pytest.raises(TypeError, match="Expected a DataModule. Received: datamodule="):
+        quiet(max_epochs=1).fit(Line(), datamodule=datamodule)
+
+
+def test_validation_data_that_nothing_looks_at():
+    with pytest.warns(UserWarning, match="Expected Line to have a validation_step"):
+        quiet(max_epochs=1).fit(Line(), loader(4), loader(4))
+
+
+def test_an_optimizer_over_no_parameters_names_the_module():
+    class Empty(Line):
+        def configure_optimizers(self):
+            return torch.optim.SGD([], lr=0.1)
+
+    with pytest.raises(ValueError, match="Expected an optimizer over parameters. Received: none, in Empty"):
+        quiet(max_epochs=1).fit(Empty(), loader(4))
+
+
+def test_names_of_earlier_hooks_are_reported_with_those_of_today():
+    class Old(Line):
+        def training_epoch_end(self, outputs):
+            raise AssertionError
+
+        def configure_sharded_model(self):
+            raise AssertionError
+
+    with pytest.warns(UserWarning) as caught:
+        quiet(max_epochs=1).fit(Old(), loader(4))
+    told = "\n".join(str(warning.message) for warning in caught)
+    assert "Old.training_epoch_end, which nothing calls. Rename it to on_train_epoch_end" in told
+    assert "Old.configure_sharded_model, which nothing calls. Rename it to configure_model" in told
+
+
+def test_a_value_is_logged_under_a_name():
+    class Numbered(Line):
+        def training_step(self, batch, batch_idx):
+            self.log(5, 1.0)
+
+    with pytest.raises(TypeError, match="Expected a name to log under. Received: 5"):
+        quiet(max_epochs=1).fit(Numbered(), loader(4))
 
 
 def test_a_timer_without_a_duration_is_no_limit():
@@ -200,6 +262,11 @@ def test_a_missing_checkpoint_is_named():
         quiet(max_epochs=1).fit(Line(), loader(4), ckpt_path="nowhere")
     with pytest.raises(ValueError, match="ckpt_path"):
         quiet(max_epochs=1).fit(Line(), loader(4), ckpt_path="a", resume="b")
+
+
+def test_a_checkpoint_is_a_path():
+    with pytest.raises(TypeError, match="Expected a checkpoint. Received: ckpt_path=5"):
+        quiet(max_epochs=1).fit(Line(), loader(4), ckpt_path=5)
 
 
 def test_logging_outside_a_run_warns():
