@@ -95,6 +95,7 @@ class Accelerator:
         strategy: drivetrain's: an engine by name or as an object; None for one device, or DDP under a launcher.
         device: drivetrain's: this process's device, e.g. "cpu" or "cuda:1".
         seed: drivetrain's: seeds torch, numpy and random, and fixes the order of samples.
+        fp16: the older way to say mixed_precision="fp16".
 
     Raises:
         ValueError: values that contradict each other or do not exist; the message shows them.
@@ -130,12 +131,15 @@ class Accelerator:
         strategy: str | Strategy | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
+        fp16: bool | None = None,
     ) -> None:
         resolution.refuse_absent_engines(
             DeepSpeedPlugin=deepspeed_plugin or deepspeed_plugins, FullyShardedDataParallelPlugin=fsdp_plugin,
             TorchTensorParallelPlugin=torch_tp_plugin, MegatronLMPlugin=megatron_lm_plugin,
             ParallelismConfig=parallelism_config,
         )  # fmt: skip
+        if fp16:
+            mixed_precision = resolution.one_value("precision", {"mixed_precision": mixed_precision, "fp16": "fp16"})
         plugin = resolution.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.dynamo_plugin = resolution.compilation_plugin(dynamo_backend, dynamo_plugin)
         self.dataloader_config = resolution.loader_configuration(dataloader_config, split_batches)
@@ -434,8 +438,8 @@ class Accelerator:
         return self.world.broadcast_object(random.run_seed())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Not part of this version."""
-        raise not_in_this_version("deepspeed_ulysses_dl_adapter", "prepare_data_loader")
+        """Returns the loader: sequences are never split in this version."""
+        return dl
 
     def entry(self, model: Any, method: str, *, manual: bool = False) -> Callable[..., Any]:
         """Drivetrain's: returns a method of the user's module, routed as the engine needs it.
@@ -487,9 +491,11 @@ class Accelerator:
         parameters = (lambda: parameters_of(models)) if models else self._all_parameters
         return Accumulation(self._window, self.strategy, models, parameters)
 
-    @property
-    def _models(self) -> list[Any]:  # transformers.Trainer asks for them by this name
-        return self._contents.models
+    # transformers.Trainer and its like ask for these
+    _models = property(lambda self: self._contents.models)
+    _optimizers = property(lambda self: self._contents.optimizers)
+    _schedulers = property(lambda self: self._contents.schedulers)
+    _dataloaders = property(lambda self: self._contents.loaders)
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         return parameters_of(self._contents.models)
@@ -551,8 +557,16 @@ class Accelerator:
         self.strategy.backward(self._window.scale(loss, weight), self.precision, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Not part of this version."""
-        raise not_in_this_version("lomo_backward", "backward() and optimizer.step()")
+        """Differentiates the loss and steps at once, by those prepared optimizers that do both (LOMO's).
+
+        Raises:
+            ValueError: no prepared optimizer does.
+        """
+        fused = [one for one in map(unwrap_optimizer, self._contents.optimizers) if hasattr(one, "fused_backward")]
+        if not fused:
+            raise ValueError("Expected a LOMO optimizer. Received: none prepared. Call backward() and step() instead.")
+        for optimizer in fused:
+            optimizer.fused_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Brings the gradients of an optimizer (default: of all) to their true scale, once per step."""

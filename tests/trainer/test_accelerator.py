@@ -834,9 +834,30 @@ def test_profile_writes_a_trace(tmp_path):
     assert "traceEvents" in json.loads((tmp_path / "traces" / "profile_0.json").read_text())
 
 
-def test_engines_that_come_later_say_so():
+def test_without_engines_that_come_later():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(NotImplementedError, match="lomo_backward is not part of this version"):
-        accelerator.lomo_backward(torch.ones(()), 0.1)
-    with pytest.raises(NotImplementedError):
-        accelerator.deepspeed_ulysses_dl_adapter(None, None)
+    loader = object()
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, None) is loader
+
+
+def test_an_optimizer_that_steps_within_backward():
+    class Lomo(torch.optim.SGD):
+        def fused_backward(self, loss, lr):
+            loss.backward()
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data -= lr * parameter.grad
+
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="Expected a LOMO optimizer"):
+        accelerator.lomo_backward(torch.ones(()), 0.5)
+    weight = torch.nn.Parameter(torch.ones(1))
+    accelerator.prepare(Lomo([weight], lr=1.0))
+    accelerator.lomo_backward((3 * weight).sum(), 0.5)
+    assert weight.item() == 1 - 0.5 * 3
+
+
+def test_the_older_word_for_half_precision():
+    assert Accelerator(cpu=True, fp16=True).mixed_precision == "fp16"
+    assert Accelerator(cpu=True, fp16=False).mixed_precision == "no"
+    with pytest.raises(ValueError, match="mixed_precision='bf16', fp16='fp16'"):
+        Accelerator(cpu=True, mixed_precision="bf16", fp16=True)
