@@ -16,10 +16,11 @@ from drivetrain.tests import distributed
 
 SCRIPT = """
 import os, signal, sys, time, torch
-from drivetrain import Callback, Trainer, TrainModule
+from drivetrain import Callback, ModelCheckpoint, Trainer, TrainModule
 from drivetrain.strategies import launch
 
 what, bad = sys.argv[1], int(sys.argv[2])
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
 class Line(TrainModule):
@@ -31,6 +32,10 @@ class Line(TrainModule):
         open(f"step-{self.trainer.global_rank}", "w").write(str(os.getpid()))
         if what == "pause":
             time.sleep(0.1)
+        elif what == "restart":
+            open(f"seen-{attempt}-{self.trainer.global_rank}", "a").write(f"{int(batch)}\\n")
+            if attempt == "0" and batch_idx == 5 and self.trainer.global_rank == bad:
+                os.kill(os.getpid(), signal.SIGKILL)
         elif batch_idx == 2 and self.trainer.global_rank != bad:
             time.sleep(45)
         elif batch_idx == 2 and what == "raise":
@@ -49,13 +54,18 @@ class Told(Callback):
 
 
 if __name__ == "__main__":
-    data = torch.utils.data.DataLoader(torch.zeros(2000))
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=1, callbacks=[Told()])
-    trainer.fit(Line(), data)
+    data = torch.utils.data.DataLoader(torch.arange(20.0 if what == "restart" else 2000.0))
+    saves = ModelCheckpoint(every_n_train_steps=2)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=1, callbacks=[Told(), saves])
+    trainer.fit(Line(), data, resume="last")
 """
-LAUNCH = "import sys; from drivetrain.strategies.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+LAUNCH = """
+import sys
+from drivetrain.strategies.launch import run_script
+sys.exit(run_script(sys.argv[2:], 2, max_restarts=int(sys.argv[1])))
+"""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-LAUNCHERS = {"torchrun": TORCHRUN, "drivetrain": [sys.executable, "-c", LAUNCH]}
+LAUNCHERS = {"torchrun": TORCHRUN, "drivetrain": [sys.executable, "-c", LAUNCH, "0"]}
 
 
 @pytest.fixture
@@ -96,3 +106,12 @@ def test_S2_a_signal_to_the_launcher_reaches_all_ranks(launcher, code, script, t
     (line,) = re.findall(r"SIGTERM: training stops at step (\d+), saved in (\S+). Exit code 143.", output)
     assert sorted(path.name for path in Path(line[1]).parent.iterdir()) == [f"checkpoint-{int(line[0]):06d}"]
     assert {path.read_text() for path in tmp_path.glob("told-*")} == {"Interrupted: 143"}
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint(script, tmp_path):
+    command = [sys.executable, "-c", LAUNCH, "1", script, "restart", "1"]
+    done = distributed.execute(command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = {path.name: [int(line) for line in path.read_text().split()] for path in tmp_path.glob("seen-*")}
+    assert seen["seen-0-1"] == [1, 3, 5, 7, 9, 11]  # killed in its 6th step; the checkpoint of step 4 is there
+    assert (seen["seen-1-0"], seen["seen-1-1"]) == ([8, 10, 12, 14, 16, 18], [9, 11, 13, 15, 17, 19])

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from drivetrain import Interrupted, ModelCheckpoint, Preemption, Progress
 from drivetrain.strategies.checkpoint import Checkpoint
 from drivetrain.tests import distributed
+from drivetrain.tests.strategies.checkpoint.disks import Disk
 from drivetrain.tests.faults.toy import STEPS, Falling, Noted, loader, step_of, trainer, weight_in
 
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
@@ -165,6 +166,18 @@ def test_the_best_that_are_kept_stay(tmp_path):
     assert saved(tmp_path) == ["checkpoint-000010", "checkpoint-000012", "last"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_C8_what_is_saved_in_the_background_is_waited_for(ranks, tmp_path):
+    def fit(rank):
+        Disk(delay=0.2)
+        keep = ModelCheckpoint(every_n_train_steps=1, asynchronous=True)
+        with pytest.raises(Interrupted) as caught:
+            trainer(tmp_path, callbacks=[keep]).fit(Falling(sending("SIGTERM", 3)), loader(ranks=ranks))
+        return weight_in(caught.value.checkpoint), step_of(caught.value.checkpoint), saved(tmp_path)
+
+    assert distributed.run(fit, ranks) == [(-4, 4, ["checkpoint-000004"])] * ranks
+
+
 def test_a_second_SIGINT_ends_at_once(tmp_path):
     module = Falling(sending("SIGINT", at=5, times=2))
     with pytest.raises(KeyboardInterrupt):
@@ -283,15 +296,65 @@ if __name__ == "__main__":
 '''
 
 
+def scontrol(folder: Path, code: int = 0) -> Path:
+    """Make a program `scontrol` that logs its arguments; return the log."""
+    program = folder / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/log\necho "not allowed" >&2\nexit {code}\n')
+    program.chmod(0o755)
+    return folder / "log"
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_S1_two_ranks_requeue_once(signalled, tmp_path):
+    log = scontrol(tmp_path)
+
+    def fit(rank):
+        os.environ |= {"SLURM_JOB_ID": "4711", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        with pytest.raises(Interrupted):
+            trainer(tmp_path).fit(Falling(sending("SIGUSR1", 2) if rank == signalled else sending("", -1)), loader(ranks=2))
+
+    distributed.run(fit, 2)
+    assert log.read_text().splitlines() == ["requeue 4711"]
+
+
+@pytest.mark.parametrize("requeue, name, asked", [
+    (None, "SIGTERM", 0), (True, "SIGTERM", 1), (None, "SIGUSR1", 1), (False, "SIGUSR1", 0),
+])  # fmt: skip
+def test_S1_when_slurm_is_asked(requeue, name, asked, tmp_path, monkeypatch):
+    log = scontrol(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(Interrupted):
+        trainer(tmp_path, callbacks=[Preemption(requeue=requeue)]).fit(Falling(sending(name, 2)), loader())
+    assert len(log.read_text().splitlines() if log.exists() else []) == asked
+
+
+def test_S1_an_interactive_job_is_not_requeued(tmp_path, monkeypatch):
+    log = scontrol(tmp_path)
+    for variable, value in {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "interactive"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(Interrupted):
+        trainer(tmp_path).fit(Falling(sending("SIGUSR1", 2)), loader())
+    assert not log.exists()
+
+
+def test_S1_slurm_refuses(tmp_path, monkeypatch, caplog):
+    scontrol(tmp_path, code=1)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(Interrupted) as caught:
+        trainer(tmp_path).fit(Falling(sending("SIGUSR1", 2)), loader())
+    assert caught.value.code == 138 and "Expected SLURM to requeue job 4711. Received: not allowed" in caplog.text
+
+
 @pytest.mark.parametrize("name, code, requeued", [("SIGUSR1", 138, ["requeue 4711"]), ("SIGTERM", 143, [])])
 def test_S1_slurm_requeues_once(name, code, requeued, tmp_path):
-    script, log, fake = tmp_path / "train.py", tmp_path / "log", tmp_path / "bin" / "scontrol"
+    script, log = tmp_path / "train.py", scontrol(tmp_path)
     script.write_text(SLURM)
-    fake.parent.mkdir()
-    fake.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-    fake.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-             "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "PATH": f"{fake.parent}:{os.environ['PATH']}"}  # fmt: skip
+             "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
     done = distributed.execute([sys.executable, str(script), name], env=slurm, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert (log.read_text().splitlines() if log.exists() else []) == requeued
