@@ -74,7 +74,8 @@ def write(answers: Answers, place: Path) -> None:
     cpu = {"cpu": True} if _kind(asked) == "MULTI_CPU" else {}
     layout = launch_file.nested({**(_WRITTEN if local else {}), **cpu, **asked})
     if _kind(asked) == "DEEPSPEED":
-        layout["deepspeed_config"] |= {name: layout.pop(name) for name in _DEEPSPEEDS if name in layout}
+        moved = {name: layout.pop(name) for name in _DEEPSPEEDS if name in layout}
+        layout["deepspeed_config"] = {**layout.get("deepspeed_config", {}), **moved}
     if layout.get("dynamo_config", {}).get("dynamo_backend") == "no":
         del layout["dynamo_config"]
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 from . import launch_file
 from .sources import plain_errors
@@ -54,7 +55,7 @@ def facts() -> dict[str, str]:
 def _names(kind: str) -> str:
     import torch
 
-    module = getattr(torch, kind, None)
+    module: Any = getattr(torch, kind, None)
     if not hasattr(module, "get_device_name"):
         return ""
     return f" ({', '.join(sorted({module.get_device_name(index) for index in range(module.device_count())}))})"

@@ -116,15 +116,15 @@ def exports(launch: Launch) -> dict[str, str]:
     """
     engine = used_engine(launch)
     named = {name: row for name, row in SETTINGS.items() if row.variable and _is_handed_on(launch, name, engine)}
-    variables = {row.variable: _as_text(name, launch[name]) for name, row in named.items()}
-    sources = {row.variable: f"{name} in {launch.sources[name]}" for name, row in named.items()}
+    variables = {str(row.variable): _as_text(name, launch[name]) for name, row in named.items()}
+    sources = {str(row.variable): f"{name} in {launch.sources[name]}" for name, row in named.items()}
     if engine is not None:
         switch = next(name for name, title in ABSENT_SWITCHES.items() if title == engine)
         variables[f"ACCELERATE_{switch.upper()}"] = "true"
     if launch["cpu"]:
         variables["ACCELERATE_USE_CPU"] = "true"
     elif launch["gpu_ids"] not in (None, "all"):
-        variables[_VISIBLE.get(launch.kind, "CUDA_VISIBLE_DEVICES")] = launch["gpu_ids"]
+        variables[_VISIBLE.get(launch.kind or "", "CUDA_VISIBLE_DEVICES")] = launch["gpu_ids"]
     return {**variables, SOURCES: json.dumps(sources)}
 
 
@@ -160,7 +160,7 @@ def used_engine(launch: Launch) -> str | None:
     for switch, engine in ABSENT_SWITCHES.items():
         if launch[switch]:
             return engine
-    return None if launch["multi_gpu"] else _ENGINE_OF_TYPE.get(launch.kind)
+    return None if launch["multi_gpu"] else _ENGINE_OF_TYPE.get(launch.kind or "")
 
 
 def refuse_absent_engines(launch: Launch) -> None:
@@ -208,6 +208,8 @@ def _commands(launch: Launch) -> list[str]:
 
 def _count(launch: Launch) -> tuple[int, str]:
     machines = launch["num_machines"]
+    if launch.kind == "NO" and not launch["multi_gpu"]:
+        return machines, "nothing is distributed"
     if launch["cpu"]:
         return machines, "one per machine on the CPU"
     if launch["gpu_ids"] not in (None, "all"):

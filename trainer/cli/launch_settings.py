@@ -53,7 +53,7 @@ class Setting:
         try:
             read = None if value is None else self.kind(value)
         except (ValueError, TypeError):
-            kinds = {whole: "a whole number", number: "a number", truth: "true or false"}
+            kinds: dict[Any, str] = {whole: "a whole number", number: "a number", truth: "true or false"}
             wanted = kinds.get(self.kind, "another value")
             raise UsageError(f"Expected {self.name} to be {wanted}. Received: {value!r} ({source}).") from None
         if self.choices and read is not None and read not in self.choices:
@@ -80,6 +80,11 @@ def words(value: Any) -> str:
 def lower(value: Any) -> str:
     """Read a word whose case does not matter."""
     return words(value).lower()
+
+
+def joined(value: Any) -> str:
+    """Read a word whose case and hyphens do not matter: MS-AMP is msamp."""
+    return lower(value).replace("-", "")
 
 
 def upper(value: Any) -> str:
@@ -122,8 +127,8 @@ def _row(name: str, kind: Callable[[Any], Any], default: Any = None, text: str =
     return Setting(name, kind, default, text, **more)
 
 
-_SWITCH = {"switch": True}
-_FILE = {"flag": False}
+_SWITCH: dict[str, Any] = {"switch": True}
+_FILE: dict[str, Any] = {"flag": False}
 _PROCESSES = (
     _row("compute_environment", upper, "LOCAL_MACHINE", "where it runs", **_FILE,
          choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
@@ -227,7 +232,7 @@ _PARALLELISM = (
     _row("parallelism_config_sp_attn_implementation", words, "sdpa", "how attention is computed"),
 )  # fmt: skip
 _FP8 = (
-    _row("fp8_backend", lower, None, choices=("ao", "te", "msamp")),
+    _row("fp8_backend", joined, None, choices=("ao", "te", "msamp")),
     _row("fp8_use_autocast_during_eval", truth, False, **_SWITCH),
     _row("fp8_margin", whole, 0),
     _row("fp8_interval", whole, 1),

@@ -76,7 +76,7 @@ def _shared_out(accelerator: Any) -> bool:
     from torch.utils.data import DataLoader
 
     numbers = torch.arange(37.0)
-    loader = accelerator.prepare(DataLoader(numbers, batch_size=4))
+    loader = accelerator.prepare(DataLoader(numbers.unbind(), batch_size=4))  # type: ignore[arg-type]
     seen = torch.cat([accelerator.gather_for_metrics(batch).cpu() for batch in loader])
     return torch.equal(seen, numbers)
 

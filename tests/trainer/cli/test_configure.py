@@ -49,6 +49,12 @@ def test_every_default(answer, home):
     assert set(found) <= ACCELERATES
 
 
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_every_default_of_a_kind(answer, kind):
+    found = answer(distributed_type=kind)
+    assert found["distributed_type"] == kind and set(found) <= ACCELERATES
+
+
 def test_several_processes_on_the_cpu_over_mpi(answer):
     found = answer(distributed_type="MULTI_CPU", num_processes=4, num_machines=2, main_process_ip="10.0.0.1",
                    mpirun_hostfile="/hosts", mpirun_ccl=2, mixed_precision="bf16", debug="yes")  # fmt: skip

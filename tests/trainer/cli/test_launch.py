@@ -157,6 +157,18 @@ def test_gpus_are_chosen_by_their_numbers(place, capsys):
     assert "a GPU for each of 3 processes" in refused(capsys, "--gpu_ids", "2,3", "--num_processes", "3", "script.py")
 
 
+def test_nothing_distributed_is_one_process(place, capsys):
+    place.write("one.yaml", "{distributed_type: 'NO', use_cpu: false}")
+    found, text = config(capsys, "--config_file", "one.yaml")
+    assert found["num_processes"] == 1 and "num_processes: 1  # default: nothing is distributed" in text
+
+
+def test_values_of_deepspeeds_section_count_only_with_deepspeed(place, capsys):
+    place.write("ds.yaml", "{distributed_type: MULTI_CPU, deepspeed_config: {gradient_accumulation_steps: 4}}")
+    found, text = config(capsys, "--config_file", "ds.yaml")
+    assert found["gradient_accumulation_steps"] is None
+
+
 def test_threads_are_shared_out_among_processes_on_the_cpu(place, capsys):
     import os
 

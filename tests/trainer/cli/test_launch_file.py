@@ -104,6 +104,16 @@ def test_a_file_of_accelerate_0_11_is_read_as_what_it_meant():
     assert found["dynamo_backend"] == "no" and found["mixed_precision"] == "fp16" and found["distributed_type"] == "NO"
 
 
+def test_fp8_and_mpi_sections_of_earlier_versions():
+    found = read("{mixed_precision: fp8, fp8_config: {backend: TE, fp8_format: E4M3, amax_compute_algo: max,"
+                 " override_linear_precision: [false, true, false]}, ipex_config: {ipex: true}, downcast_bf16: 'no',"
+                 " mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /hosts}}")  # fmt: skip
+    assert found["fp8_backend"] == "te" and found["fp8_format"] == "E4M3" and found["downcast_bf16"] is False
+    assert found["fp8_override_linear_precision"] == "false,true,false"
+    assert found["mpirun_ccl"] == "1" and found["mpirun_hostfile"] == "/hosts"
+    assert read("fp8_config: {backend: MS-AMP}") == {"fp8_backend": "msamp"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
