@@ -45,6 +45,8 @@ class AnomalyPolicy(Callback):
     for unknown words and numbers out of range, and in manual optimization, where losses are not seen.
     """
 
+    priority = -100  # before gradients are unscaled and clipped
+
     def __init__(
         self,
         action: str = "stop",
@@ -69,8 +71,6 @@ class AnomalyPolicy(Callback):
         self._count = 0
         self._back = False
         self._good = -1  # the newest step whose weights a good loss was computed with
-
-    priority = -100  # before gradients are unscaled and clipped
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": list(self.history), "borne": self.borne, "good": self._good}

@@ -20,6 +20,7 @@ from .siblings import Siblings
 
 logger = logging.getLogger(__name__)
 
+_SIGNALS = tuple(name for name in ("SIGUSR1", "SIGTERM", "SIGINT") if hasattr(signal, name))  # not all on Windows
 _SOON = 2.0  # seconds in which a launcher repeats the Ctrl-C that its ranks had from the terminal already
 
 
@@ -56,7 +57,7 @@ class Preemption(Callback):
 
     def __init__(
         self,
-        signals: Sequence[str] = ("SIGUSR1", "SIGTERM", "SIGINT"),
+        signals: Sequence[str] = _SIGNALS,
         *,
         save: bool = True,
         requeue: bool | None = None,

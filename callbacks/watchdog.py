@@ -59,7 +59,7 @@ class Watchdog(Callback):
         self._main = threading.get_ident()
         self._notices = Notices(trainer.accelerator.world)
         in_main = threading.current_thread() is threading.main_thread()
-        if self.stop and in_main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        if self.stop and in_main and hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
             self._previous = signal.signal(signal.SIGUSR2, self._raise)
         self._thread = threading.Thread(target=self._watch, name="drivetrain-watchdog", daemon=True)
         self._thread.start()

@@ -151,6 +151,15 @@ def test_the_policy_goes_on_after_an_interruption(tmp_path):
     assert second.global_step == 11
 
 
+@pytest.mark.parametrize("value", [math.nan, 50.0])
+def test_skip_beside_a_loss_scaler(value, tmp_path):
+    module = Bad(at=(11,), value=value)
+    policy = AnomalyPolicy("skip", spike=6.0)
+    run = trainer(tmp_path, callbacks=[policy], precision="16-mixed", gradient_clip_val=5.0, max_epochs=2)
+    run.fit(module, loader())
+    assert run.global_step == 2 * (STEPS - 1) and float(module.weight.detach()) == -2 * (STEPS - 1)
+
+
 def test_manual_optimization_is_refused(tmp_path):
     module = Bad()
     module.automatic_optimization = False

@@ -236,5 +236,5 @@ def test_a_watchdog_may_only_tell(tmp_path, capfd):
 
 def test_a_watchdog_leaves_a_run_that_goes_on_alone(tmp_path, capfd):
     before = signal.getsignal(signal.SIGUSR2)
-    trainer(tmp_path, callbacks=[Watchdog("30min")]).fit(Falling(), loader(), loader())
+    trainer(tmp_path, callbacks=[Watchdog("30min")]).fit(Falling(), loader())
     assert "has ended no step" not in capfd.readouterr().err and signal.getsignal(signal.SIGUSR2) is before
