@@ -35,6 +35,7 @@ def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
             torch.no_grad(),
         ):
             metrics.begin(stage, batchwise=False)
+            metrics.without_batch = False
             hooks.fire(f"on_{event}_start")
             hooks.fire(f"on_{event}_epoch_start")
             for index, loader in enumerate(session.loaders[stage]):
@@ -42,6 +43,7 @@ def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
             metrics.begin(stage, batchwise=False)
             hooks.fire(f"on_{event}_epoch_end")
             rows = _reduced(session, stage)
+            metrics.close()
             hooks.fire(f"on_{event}_end")
     finally:
         trainer.stage = outer
@@ -57,6 +59,7 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
     rest = (loader_index,) if several else ()
     metrics.begin(stage, batchwise=True, loader_index=loader_index if several else None)
     keep = session.predictions[loader_index].append if stage == "predict" else None
+    index = -1
     for index, batch in enumerate(loader):
         metrics.samples = loader.samples if loader.counted else None
         for hook in on_start:
@@ -67,6 +70,7 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
             hook(outputs, batch, index, loader_index)
         if keep is not None and session.trainer.return_predictions:
             keep(outputs)
+    metrics.without_batch |= index < 0
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class FitLoop:
         """Train until a limit is reached or somebody asks to stop."""
         if self.progress.phase == "ended":
             self._next_epoch()
+        self.metrics.begin("train", batchwise=False)
         self.hooks.fire("on_train_start")
         if self.progress.batches and self.finished():
             logger.warning("Nothing is left to train: the checkpoint stands at %s.", self._schedule.reached(self.progress))
@@ -72,6 +73,7 @@ class FitLoop:
                 break
             self._next_epoch()
         self.saves.wait()
+        self.metrics.close()
         self.hooks.fire("on_train_end")
         self.saves.wait()
 

@@ -13,21 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies.world import World
-from .reduction import Row, check_same_names, over_ranks, stack
+from .reduction import Row, adopt, check_same_names, elsewhere, over_ranks, reduction_name, stack
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
-_SAME_AS = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    min: "min",
-    max: "max",
-    sum: "sum",
-}
 _COMPACT_AT = 256
 _VALUES = ("callback", "logged", "progress_bar", "steps")
 
@@ -52,9 +42,15 @@ class Series:
         self.fresh = False
         self.clear()
 
+    @property
+    def due(self) -> bool:
+        """Whether there is something for the epoch's row."""
+        return self.on_epoch and (self.touched or self.total is not None)
+
     def key(self) -> tuple[Any, ...]:
-        """Return the options in effect."""
-        return (self.prog_bar, self.logger, self.on_step, self.on_epoch, self.reduction, self.sync, self.rank_zero_only)
+        """Return the options in effect; a lambda in the call is a new object each time, of the same code."""
+        reduction = getattr(self.reduction, "__code__", self.reduction)
+        return (self.prog_bar, self.logger, self.on_step, self.on_epoch, reduction, self.sync, self.rank_zero_only)
 
     def clear(self) -> None:
         """Forget the values of the epoch."""
@@ -112,6 +108,8 @@ class Metrics:
         self.stage = "train"
         self.loader_index: int | None = None  # set where there are several evaluation loaders
         self.batchwise = False  # whether the running hook is about one batch
+        self.without_batch = False  # whether this rank found none in some loader of the running evaluation
+        self.adopted = False  # whether some rank did, and has taken over what the others logged
         self.view: dict[str, Series] = {}  # names as the module gives them → series
 
     def begin(self, stage: str, *, batchwise: bool, loader_index: int | None = None) -> None:
@@ -120,6 +118,10 @@ class Metrics:
             self.stage, self.batchwise, self.loader_index, self.view = stage, batchwise, loader_index, {}
         self.samples = None if batchwise else 1
         self.module.__dict__["_series"] = self.view  # past nn.Module.__setattr__, which is slow
+
+    def close(self) -> None:
+        """Say that no row follows: whoever logs now is told so."""
+        self.module.__dict__["_series"] = None
 
     def series(self, name: str, options: tuple[Any, ...], add_dataloader_idx: bool) -> Series:
         """Return the series of a name, made at its first use.
@@ -140,6 +142,8 @@ class Metrics:
             )
         series = Series(full, options, on_step=on_step, on_epoch=on_epoch)
         known = self.table(self.stage).setdefault(full, series)
+        if known.reduction is elsewhere:
+            known = self.table(self.stage)[full] = series
         if known.key() != series.key():
             raise ValueError(
                 f"Expected one set of options for {name!r} in {self.stage}. Received: {series.key()} after "
@@ -170,14 +174,20 @@ class Metrics:
 
         Returns those meant for the trackers; ``publish=False`` leaves the last reduced values as they are.
         """
-        due = [s for s in self.table(stage).values() if s.on_epoch and (s.touched or s.total is not None)]
+        self._adopt(stage)
+        due = [s for s in self.table(stage).values() if s.due]
         names = {f"{s.name}_epoch" if s.on_step else s.name: s for s in due}
         row = self._reduce(names, self._epoch_value, step, publish=publish)
-        for series in due if clear else ():
-            series.clear()
-            if series.metric is not None:
+        for series in self.table(stage).values() if clear else ():
+            if series.metric is not None and series.touched:
                 series.metric.reset()
+            series.clear()
         return row
+
+    def _adopt(self, stage: str) -> None:
+        self.adopted = stage != "train" and self.world.size > 1 and self.world.agree(self.without_batch)
+        if self.adopted:
+            adopt(self.table(stage), self.world, dict(self._metrics()), here=self.without_batch, make=Series)
 
     def take_pending(self) -> Row:
         """Return the host values that callbacks added to the next row."""
@@ -205,8 +215,12 @@ class Metrics:
             return value, 1.0, "same"
         if callable(series.reduction):
             values = stack(series.values) if series.values else torch.zeros(0, dtype=torch.float64)
+            if not series.sync or series.rank_zero_only:
+                return series.reduction(values), 1.0, "mean"
             gathered = torch.cat([v.to(values.device) for v in self.world.all_gather_uneven(values)])
-            return series.reduction(gathered), 1.0, "same"
+            if series.reduction is elsewhere:
+                return 0.0, 0.0, "mean"
+            return series.reduction(gathered), 1.0, "mean" if self.adopted else "same"
         series.compact()
         return (0.0, 0.0, series.reduction) if series.total is None else (series.total, series.weight, series.reduction)
 
@@ -263,16 +277,6 @@ def is_metric(value: Any, name: str = "Metric") -> bool:
     """Tell whether a value is a torchmetrics object, without importing torchmetrics: who has one has imported it."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, getattr(torchmetrics, name))
-
-
-def reduction_name(name: str, reduce_fx: Any) -> str | Callable[[Tensor], Tensor]:
-    """Return the name of a reduction, or the function itself where it is the user's own."""
-    reduction = reduce_fx if isinstance(reduce_fx, str) else _SAME_AS.get(reduce_fx, reduce_fx)
-    if reduction in _REDUCTIONS or callable(reduction):
-        return reduction
-    raise ValueError(
-        f"Expected reduce_fx to be mean, sum, min, max or a function. Received: {name}: {reduce_fx!r}. Use one of them."
-    )
 
 
 def check_scalar(name: str, value: Any) -> None:

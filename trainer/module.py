@@ -161,7 +161,7 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
         weight = self._metrics.samples if batch_size is None else batch_size  # type: ignore[union-attr]
         if weight is None:
             weight = _unknown_weight(series)
-        if series.on_epoch:
+        if series.on_epoch or series.metric is not None:
             series.add(value, weight)
         else:
             series.last, series.last_weight, series.fresh = value, weight, True
@@ -174,9 +174,10 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
             self.log(name, value, *args, **kwargs)
 
     def _new_series(self, name: str, value: Any, options: tuple, add_dataloader_idx: bool) -> Series | None:
-        if self._metrics is None:
+        if self._metrics is None or self._series is None:
             warnings.warn(
-                f"Expected a trainer to log {name!r} to. Received: none. Nothing is logged outside a run.", stacklevel=3
+                f"Expected a run to log {name!r} to. Received: none, or one without further rows. It is not logged.",
+                stacklevel=3,
             )
             return None
         if not isinstance(name, str):

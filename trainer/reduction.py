@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 import xxhash
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from .metrics import Series
 
 Row = dict[str, float]
+_REDUCTIONS = ("mean", "sum", "min", "max")
+_SAME_AS = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+    min: "min",
+    max: "max",
+    sum: "sum",
+}
 
 
 def over_ranks(local: list[tuple[str, Series, Any, float, str]], world: World) -> Row:
@@ -49,6 +59,53 @@ def check_same_names(names: list[str], world: World) -> None:
         f"Expected every rank to log the same names in the same order. Received: only on {odd}; "
         f"on all ranks {sorted(everywhere)}. Log the name on every rank, or with rank_zero_only=True."
     )
+
+
+def adopt(
+    table: dict[str, Series], world: World, metrics: dict[str, Any], *, here: bool, make: Callable[..., Series]
+) -> None:
+    """Give ranks that had no batch (``here``) the names that the others logged, in one order on all (collective).
+
+    ``metrics`` are this rank's by their place in the module. Raises ValueError, on all ranks, for one without a place.
+    """
+    places = {id(metric): place for place, metric in metrics.items()}
+    entries: dict[str, tuple[Any, ...]] = {}
+    for mine in world.gather_object([_entry(s, places) for s in table.values() if s.due and not s.rank_zero_only]):
+        entries |= {entry[0]: entry for entry in mine if entry[0] not in entries}
+    for name, options, on_step, metric in entries.values():
+        if metric is not None and metric not in metrics:
+            raise ValueError(
+                f"Expected the metric logged as {name!r} to be an attribute of the module, where ranks without a batch "
+                "find it. Received: an object from elsewhere. Assign it to self in __init__."
+            )
+        series = table.pop(name, None)
+        if here and (series is None or not series.due):
+            series = make(name, (*options[:4], options[4] or elsewhere, *options[5:]), on_step=on_step, on_epoch=True)
+            series.metric, series.touched = metrics.get(metric), True
+        if series is not None:
+            table[name] = series
+
+
+def reduction_name(name: str, reduce_fx: Any) -> str | Callable[[Tensor], Tensor]:
+    """Return the name of a reduction, or the function itself where it is the user's own."""
+    reduction = reduce_fx if isinstance(reduce_fx, str) else _SAME_AS.get(reduce_fx, reduce_fx)
+    if reduction in _REDUCTIONS or callable(reduction):
+        return reduction
+    raise ValueError(
+        f"Expected reduce_fx to be mean, sum, min, max or a function. Received: {name}: {reduce_fx!r}. Use one of them."
+    )
+
+
+def elsewhere(values: Tensor) -> float:
+    """Stand for a user's reduction on a rank that did not log."""
+    return math.nan
+
+
+def _entry(series: Series, places: dict[int, str]) -> tuple[Any, ...]:
+    reduction = series.reduction if isinstance(series.reduction, str) else None
+    options = (*series.options[:4], reduction, *series.options[5:])
+    metric = None if series.metric is None else places.get(id(series.metric), "")
+    return series.name, options, series.on_step, metric
 
 
 def stack(values: list[Any]) -> Tensor:

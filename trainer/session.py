@@ -38,7 +38,7 @@ class Session:
         self.trainer, self.stage, self.module, self.source = trainer, stage, module, source
         self.datamodule = source.datamodule
         self.model: Any = module
-        self.callbacks: list[Callback] = []
+        self.callbacks: list[Callback] = list(trainer.callbacks)
         self.loaders: dict[str, list[Any]] = {}
         self.predictions: list[list[Any]] = []
         self.loop: FitLoop | None = None
@@ -79,12 +79,13 @@ class Session:
             if error is not None:
                 self._tell(error)
             elif self.stage == "fit":
-                self.hooks.fire("on_fit_end")
                 trainer.accelerator.saves.release()
-            self._fire_teardown()
         finally:
-            trainer.progress.stop()
-            trainer.stage = None
+            try:
+                self._fire_teardown()
+            finally:
+                trainer.progress.stop()
+                trainer.stage = None
 
     @property
     def train_loader(self) -> Any:
@@ -124,6 +125,8 @@ class Session:
                 continue
             if interval == "epoch" and config.reduce_on_plateau is not plateau:
                 continue
+            if config.reduce_on_plateau and interval == "step":
+                self.trainer.reduce_metrics()
             metric = self._monitored(config) if config.reduce_on_plateau else None
             if metric is not None or not config.reduce_on_plateau:
                 self.module.lr_scheduler_step(config.scheduler, metric)
@@ -152,6 +155,7 @@ class Session:
         trainer.module = module
         self.metrics = trainer.metrics = Metrics(trainer.accelerator.world, module)
         module.__dict__["_trainer"], module.__dict__["_metrics"] = trainer, self.metrics
+        self.metrics.begin("train", batchwise=False) if self.stage == "fit" else self.metrics.close()
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
             warn_about_misspelled(self.datamodule, DataModule)

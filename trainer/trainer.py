@@ -177,11 +177,13 @@ class Trainer(TrainerState):
         path = ckpt_path if ckpt_path is not None else resume
         if self.launcher.later:
             return self.launcher.call(self, "fit", model, source, ckpt_path=path)
+        self._check_idle("fit")
         self._reset()
         with self._numerics(), Session(self, "fit", model, source, path) as session:
             self._sanity_check(session)
             session.loop = FitLoop(session)
             session.loop.run()
+            session.hooks.fire("on_fit_end")
 
     def validate(
         self,
@@ -232,6 +234,7 @@ class Trainer(TrainerState):
         source = LoaderSource(model, {stage: loaders}, datamodule)
         if self.launcher.later:
             return self.launcher.call(self, stage, model, source, ckpt_path=path, **options)
+        self._check_idle(stage)
         with self._numerics(), Session(self, stage, model, source, path) as session:
             rows = evaluate(session, stage)
         if stage == "predict":
@@ -300,6 +303,13 @@ class Trainer(TrainerState):
                 "Expected sync_grads=False. Received: True. Use torch.distributed.nn.functional.all_gather."
             )
         return recursively_apply(lambda tensor: torch.stack(self.accelerator.world.all_gather(tensor)), data)
+
+    def _check_idle(self, wanted: str) -> None:
+        if self.stage is not None:
+            raise RuntimeError(
+                f"Expected one run at a time. Received: {wanted} in a hook of stage {self.stage!r}. "
+                "Pass validation loaders to fit, or use a Trainer of its own."
+            )
 
     def _sanity_check(self, session: Session) -> None:
         count = self.plan.sanity_batches
