@@ -195,6 +195,9 @@ class Strategy:
         """Returns the context in which processes that ran out of batches take part in the others' reductions."""
         return NOTHING
 
+    def before_evaluation(self, model: Any) -> None:
+        """Makes a model the same on all processes, where training leaves buffers different (collective)."""
+
     # State
 
     def state_dict(self, model: Any, *, full: bool = True) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -157,6 +158,12 @@ class DDPStrategy(Strategy):
             self._manual.expect_backward(loss)
         super().backward(loss, precision, **kwargs)
 
+    def before_evaluation(self, model: Any) -> None:
+        """As DDP does before a training step, and a checkpoint keeps them: the first process's buffers count."""
+        if self.settings.broadcast_buffers and self.world.size > 1:
+            for buffer in self.unwrap(model).buffers():
+                self.world.broadcast(buffer)
+
     def join(self, joinables: list[Any], **options: Any) -> Any:
         return Join([_replica(model) or model for model in joinables], **options)
 
@@ -176,7 +183,7 @@ class Replica(DistributedDataParallel):
         except RuntimeError as error:
             if "finished reduction in the prior iteration" not in str(error):
                 raise
-            raise RuntimeError(_UNUSED.format(names=self._without_gradient())) from error
+            raise RuntimeError(_UNUSED.format(names=self._unused(error))) from error
 
     def _evaluates(self) -> bool:
         # An evaluation may have more batches on one rank than on another: nothing in it may wait for the others.
@@ -240,8 +247,11 @@ class Replica(DistributedDataParallel):
         finally:
             self.require_backward_grad_sync, self.require_forward_param_sync = before
 
-    def _without_gradient(self) -> str:
-        names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+    def _unused(self, error: RuntimeError) -> str:
+        # Not by p.grad: zero_grad has cleared those that took part, too.
+        every = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [every[int(index)] for index in found[1].split()] if found else []
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return ", ".join(names[:5]) + more if names else "none here, so on another rank"
 

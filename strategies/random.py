@@ -16,6 +16,7 @@ from . import world
 log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
 _seed: int | None = None
+_outer: list[Any] = []  # states that `preserved` will put back, the outermost first
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -67,9 +68,10 @@ def seed_all(seed: int) -> None:
 def capture(device: torch.device | str | None = None) -> dict[str, Any]:
     """The states of torch, of `device`'s generator where it has one, of numpy and random; JSON values and tensors.
 
-    Raises ValueError where numpy's global generator was replaced by one that is no MT19937.
+    Inside `preserved` they are those that it will put back. Raises ValueError where numpy's global generator was
+    replaced by one that is no MT19937.
     """
-    now = _Snapshot(device)
+    now = _outer[0] if _outer else _Snapshot(device)
     if now.numpy["bit_generator"] != "MT19937":
         raise ValueError(
             f"Expected numpy's global generator to be MT19937. Received: {now.numpy['bit_generator']}. "
@@ -105,9 +107,11 @@ def restore(state: dict[str, Any], device: torch.device | str | None = None) -> 
 def preserved(device: torch.device | str | None = None) -> Iterator[None]:
     """Whatever is drawn or seeded inside leaves the generators of torch, `device`, numpy and random as they were."""
     now = _Snapshot(device)
+    _outer.append(now)
     try:
         yield
     finally:
+        _outer.remove(now)
         now.put_back()
 
 

@@ -897,6 +897,9 @@ class Accelerator:
         )  # fmt: skip
         if self.project_configuration.automatic_checkpoint_naming and extra:
             self.project_configuration.iteration = extra["iteration"] + 1
+            if input_dir is None and self.is_main_process:  # a crash may have come between a save and this
+                folder = checkpoint_folders.numbered_folder(self.project_configuration)
+                checkpoint_folders.tidy(folder, self.project_configuration.total_limit)
         self.world.barrier("load_state")
         return checkpoint.manifest
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..strategies.checkpoint.folders import sweep
 from ..strategies.checkpoint.format import Checkpoint, Writer, newest, remove
 from ..strategies.checkpoint.snapshot import Snapshot
 from ..strategies.settings import ProjectConfiguration
@@ -100,6 +101,12 @@ def loading_options(strict: bool, *given: dict[str, Any] | None) -> dict[str, An
         elif name not in ("weights_only", "map_location", "mmap"):
             raise TypeError(f"Expected load_kwargs to hold strict. Received: {name}={value!r}. Leave it out.")
     return options
+
+
+def tidy(parent: Path, limit: int | None) -> None:
+    """Finishes what a killed process has left half done: folders half written or removed, more of them than `limit`."""
+    sweep(parent)
+    remove_old(parent, limit)
 
 
 def remove_old(parent: Path, limit: int | None) -> None:

@@ -7,9 +7,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..strategies.checkpoint.folders import sweep
 from ..strategies.checkpoint.format import Checkpoint, newest
 from ..strategies.checkpoint.state import encode
-from ..strategies.checkpoint.tensors import load_weights
+from ..strategies.contents import load_module
 
 if TYPE_CHECKING:
     from .loop import FitLoop
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunState:
-    """The state of a trainer's run: counters, loader position, metrics, callbacks, data module; an entry of each checkpoint."""
+    """An entry of each checkpoint: counters, the loader's position, metrics, callbacks, the data module."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -69,6 +70,8 @@ class RunState:
 
     def _progress(self, session: Session, loop: FitLoop) -> dict[str, Any]:
         state = self.trainer.progress.state_dict()
+        if loop.at_edge and state["phase"] == "train" and state["batch"] and loop.loader.end_of_dataloader:
+            state["phase"] = "full"  # an iterable without a length could not tell it again
         if not loop.at_edge:  # only when something raised: what was not finished is trained again
             state["batch"], state["batches"], state["samples"], _ = loop.edge
         return state
@@ -78,6 +81,25 @@ class RunState:
         if not loop.at_edge:
             state["batches"], _, _, state["samples"] = loop.edge
         return state
+
+
+class HeldGradients:
+    """Gradients that manual optimization keeps from one batch to the next, of each rank: an entry of checkpoints."""
+
+    per_rank = True
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients by their parameters' names."""
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the gradients back."""
+        for name, parameter in self.module.named_parameters():
+            if name in state:
+                parameter.grad = state[name].to(device=parameter.device, dtype=parameter.dtype)
 
 
 def keyed(callbacks: list[Any]) -> dict[str, Any]:
@@ -117,7 +139,8 @@ def _find(trainer: Trainer, wanted: Any) -> Path | None:
         best = next((c.best_model_path for c in trainer.checkpoint_callbacks if c.best_model_path), None)
         if best is None:
             raise ValueError(
-                'Expected a best checkpoint. Received: ckpt_path="best", but nothing was saved in this process. Name a path.'
+                'Expected a best checkpoint. Received: ckpt_path="best", but nothing was saved in this process. '
+                "Name a path."
             )
         return Path(best)
     if not (isinstance(wanted, str) or hasattr(wanted, "__fspath__")):
@@ -131,15 +154,16 @@ def _find(trainer: Trainer, wanted: Any) -> Path | None:
 
 
 def last_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the newest complete checkpoint in the folders that this trainer saves to, runs of earlier processes included."""
+    """Return the newest complete checkpoint where this trainer saves, runs of earlier processes included."""
     given = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
     runs = sorted(
         (Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"),
         key=lambda folder: folder.parent.name,
         reverse=True,
     )
-    for folder in [*given, *runs]:
-        found = newest(folder, by="time") if folder.is_dir() else None
+    for folder in filter(Path.is_dir, [*given, *runs]):
+        sweep(folder)  # what a killed process left half written or half removed
+        found = newest(folder, by="time")
         if found is not None:
             return found.resolve()
     logger.warning(
@@ -181,7 +205,7 @@ def metadata(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_hyperparameters(session: Session) -> None:
-    """Raise TypeError, naming it, for a hyperparameter that cannot be saved; before training rather than at the first save."""
+    """Raise TypeError, naming it, for a hyperparameter that cannot be saved: before training, not at a save."""
     things = {"hparams": session.module, "datamodule hparams": session.datamodule}
     for name, thing in things.items():
         if thing is None:
@@ -194,7 +218,8 @@ def check_hyperparameters(session: Session) -> None:
             ) from None
         if tensors:
             raise TypeError(
-                f"Expected hyperparameters without tensors. Received: {next(iter(tensors))}. Use register_buffer for it."
+                f"Expected hyperparameters without tensors. Received: {next(iter(tensors))}. "
+                "Use register_buffer for it."
             )
 
 
@@ -206,7 +231,7 @@ def run_of(path: Path | None) -> str | None:
 def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
     """Return a module of class ``cls`` with the hyperparameters and weights of a checkpoint."""
     module = cls(**{**read_hyperparameters(cls, path, "hparams"), **overrides})
-    module.load_state_dict(load_weights(Checkpoint.open(path)), strict=strict)
+    module.load_state_dict(load_module(Checkpoint.open(path)), strict=strict)
     return module if map_location is None else module.to(map_location)
 
 

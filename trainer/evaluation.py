@@ -34,6 +34,7 @@ def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
             torch.inference_mode(trainer.inference_mode),
             torch.no_grad(),
         ):
+            trainer.accelerator.strategy.before_evaluation(session.model)
             metrics.begin(stage, batchwise=False)
             metrics.without_batch = False
             hooks.fire(f"on_{event}_start")
@@ -59,6 +60,8 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
     rest = (loader_index,) if several else ()
     metrics.begin(stage, batchwise=True, loader_index=loader_index if several else None)
     keep = session.predictions[loader_index].append if stage == "predict" else None
+    if session.stage == "fit":  # not the loader's own count, which an interruption would set back
+        loader.set_epoch(session.trainer.progress.validations)
     index = -1
     for index, batch in enumerate(loader):
         metrics.samples = loader.samples if loader.counted else None

@@ -66,8 +66,8 @@ class FitLoop:
         self.hooks.fire("on_train_start")
         if self.progress.batches and self.finished():
             logger.warning("Nothing is left to train: the checkpoint stands at %s.", self._schedule.reached(self.progress))
-        while not self.finished():
-            complete = self.epoch()
+        while not self.finished() or self._unfinished_epoch():
+            complete = self.progress.phase in ("full", "scheduled") if self.finished() else self.epoch()
             self.end_epoch(complete)
             if not complete:
                 break
@@ -81,8 +81,9 @@ class FitLoop:
         """Train the rest of the running epoch; return False when it was left before its end."""
         progress, metrics, step = self.progress, self.metrics, self.step
         hooks, late = self.hooks, self.hooks.late["on_train_batch_end"]
-        if self._start_epoch():
-            return True
+        last = self._start_epoch()
+        if last or (progress.batch and self.finished()):  # the validation that came first may have ended the run
+            return last
         loader, counted = self.loader, self.loader.counted
         for batch in loader:
             self.at_edge = False
@@ -126,7 +127,7 @@ class FitLoop:
         progress, hooks, metrics = self.progress, self.hooks, self.metrics
         if progress.step > self._logged_at:
             self.log_row()
-        if complete and progress.phase == "train":
+        if complete and progress.phase in ("train", "full"):
             self.session.step_schedulers("epoch", progress.epoch + 1)
             progress.phase = "scheduled"
         if complete and self.due(last=True) and progress.validated != progress.batches:
@@ -135,9 +136,9 @@ class FitLoop:
         for hook in hooks.on_train_epoch_end:
             hook()
         self.publish(metrics.reduce_epoch("train", progress.step, clear=complete))
+        progress.phase = "ended" if complete else "left"
         if complete:
             self.session.step_schedulers("epoch", progress.epoch + 1, plateau=True)
-            progress.phase = "ended"
         for hook in hooks.late["on_train_epoch_end"]:
             hook()
         self.write_requested()
@@ -145,6 +146,7 @@ class FitLoop:
     def validate(self) -> None:
         """Evaluate on the validation loaders in the middle of training; leaves no trace in it."""
         self.progress.validated = self.progress.batches
+        self.progress.validations += 1
         self.progress.mark = self._schedule.intervals(self.progress)
         self.validation_due = False
         if self.at_edge:
@@ -201,12 +203,18 @@ class FitLoop:
             self.loader.set_epoch(progress.epoch)
             self.metrics.begin("train", batchwise=False)
             self.hooks.fire("on_train_epoch_start")
-        last = progress.batch >= self.trainer.num_training_batches
+        known = progress.batch >= self.trainer.num_training_batches
+        last = known or progress.phase in ("full", "scheduled")
+        progress.phase = "train" if progress.phase == "left" else progress.phase
         due = progress.batch > 0 and self.due(last=last)
         if due and not last and progress.validated != progress.batches:
             self.validate()
         self.metrics.begin("train", batchwise=True)
-        return last
+        return known  # of an iterable only the loader knows, and its data set has to come to its end
+
+    def _unfinished_epoch(self) -> bool:
+        """Tell whether an interruption came after the last batch to train, and before what follows it."""
+        return self.progress.batch > 0 and self.progress.phase not in ("ended", "left")
 
     def _next_epoch(self) -> None:
         self.progress.epoch += 1

@@ -84,6 +84,33 @@ class Series:
         self.total = total if self.total is None else self._fold(stack([self.total, total]))
         self.weight += weight
 
+    def state_dict(self, paths: dict[int, str]) -> dict[str, Any]:
+        """Return what an interruption must not lose; ``paths`` tells metrics' places in the module by their ids."""
+        self.compact()
+        last = self.metric._forward_cache if self.metric is not None else self.last
+        return {
+            "options": [*self.options[:4], self.reduction, *self.options[5:]],
+            "on_step": self.on_step,
+            "on_epoch": self.on_epoch,
+            "total": self.total,
+            "weight": self.weight,
+            "touched": self.touched,
+            "fresh": self.fresh,
+            "last": last if self.fresh else None,
+            "last_weight": self.last_weight,
+            "metric": paths.get(id(self.metric)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], metrics: dict[str, Metric]) -> None:
+        """Take in a state; those of several ranks one after another."""
+        self.metric = metrics.get(state["metric"])
+        self.touched = self.touched or state["touched"]
+        self.fresh, self.last, self.last_weight = state["fresh"], state["last"], state["last_weight"]
+        if self.metric is not None and self.fresh:
+            self.metric._forward_cache = state["last"]
+        if state["total"] is not None:
+            self.merge(state["total"], state["weight"])
+
     def _fold(self, values: Tensor) -> Tensor:
         return values.sum() if self.reduction in ("mean", "sum") else getattr(torch, f"a{self.reduction}")(values)
 
@@ -226,29 +253,28 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last reduced values and what the unfinished epoch has collected, one entry a rank (collective)."""
-        series = {}
-        for name, s in self.table("train").items():
-            if s.on_epoch and s.metric is None and isinstance(s.reduction, str):
-                s.compact()
-                options = [*s.options[:4], s.reduction, *s.options[5:]]
-                series[name] = {"options": options, "on_step": s.on_step, "total": s.total, "weight": s.weight}
+        paths = {id(metric): path for path, metric in self._metrics()}
+        named = {name: s for name, s in self.table("train").items() if isinstance(s.reduction, str)}
+        known = {name: s for name, s in named.items() if s.metric is None or id(s.metric) in paths}
+        series = {name: s.state_dict(paths) for name, s in known.items()}
         mine = {"series": series, "metrics": {path: _metric_state(m) for path, m in self._metrics() if m._update_count}}
         return {"ranks": self.world.gather_object(mine), "values": self.values()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned, at any world size."""
         self.take_values(state["values"])
-        ranks = state["ranks"]
-        if len(ranks) == self.world.size:
+        ranks, metrics = state["ranks"], dict(self._metrics())
+        moved = len(ranks) != self.world.size
+        if not moved:
             ranks = [ranks[self.world.rank]]
         elif self.world.rank:  # another world size: rank 0 takes what all ranks had, the others begin with nothing
             ranks = [{"series": {k: e | {"total": None} for k, e in r["series"].items()}, "metrics": {}} for r in ranks]
         for saved in ranks:
             for name, entry in saved["series"].items():
-                series = Series(name, tuple(entry["options"]), on_step=entry["on_step"], on_epoch=True)
-                series = self.table("train").setdefault(name, series)
-                if entry["total"] is not None:
-                    series.merge(entry["total"], entry["weight"])
+                entry = entry | {"fresh": False} if moved else entry  # one step's value is of the ranks that it had
+                options = {"on_step": entry["on_step"], "on_epoch": entry["on_epoch"]}
+                series = Series(name, tuple(entry["options"]), **options)
+                self.table("train").setdefault(name, series).load_state_dict(entry, metrics)
         self._load_metrics([saved["metrics"] for saved in ranks])
 
     def values(self) -> dict[str, Any]:

@@ -24,7 +24,10 @@ class Progress:
     step: int = 0
     samples: int = 0
     elapsed: float = 0.0
-    phase: str = "train"  # of the running epoch: "train", "scheduled" (its schedulers have stepped) or "ended"
+    # Of the running epoch: "train", "full" (all its batches are done), "scheduled" (its schedulers have stepped too),
+    # "ended", or "left" (before its end).
+    phase: str = "train"
+    validations: int = 0  # begun so far: the epoch of the validation loaders
     validated: int = -1  # value of `batches` at the last validation
     mark: int = 0  # how many intervals of validation had passed then, where the interval is a duration
     _since: float | None = field(default=None, repr=False)

@@ -12,7 +12,7 @@ from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.clipping import GradientClipping
 from ..callbacks.profiler import Profiler
 from ..callbacks.tracking import Tracking
-from .checkpoints import check_hyperparameters, find_checkpoint, restore, run_of
+from .checkpoints import HeldGradients, check_hyperparameters, find_checkpoint, restore, run_of
 from .datamodule import DataModule
 from .hooks import Hooks, fitting, overrides
 from .loaders import METHODS, LoaderSource, checked, flatten, in_order, length, prepared, transfer_function
@@ -187,6 +187,8 @@ class Session:
             self.model = accelerator.prepare_model(module, evaluation_mode=True)
             return
         accelerator.register_for_checkpointing(trainer.run_state)
+        if not module.automatic_optimization:
+            accelerator.register_for_checkpointing(HeldGradients(module))
         optimizers, configs = configured(module)
         prepared_ones = accelerator.prepare(module, *optimizers, *[config.scheduler for config in configs])
         self.model, *rest = prepared_ones if isinstance(prepared_ones, tuple) else (prepared_ones,)
