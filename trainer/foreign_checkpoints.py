@@ -1,4 +1,4 @@
-"""Imports the weights of Lightning's and Accelerate's checkpoints; only by an explicit command, since these are pickles.
+"""Imports the weights of Lightning's and Accelerate's checkpoints: pickles, and read by an explicit command only.
 
 They are read by ``torch.load(weights_only=True)``, which builds tensors and plain containers and calls nothing else.
 What else they hold (optimizers, places in the data) means something else there, and is left out.

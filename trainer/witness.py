@@ -1,4 +1,4 @@
-"""Writes down digests of a run: each batch's samples, random states, every module's output, weights, optimizer states."""
+"""Writes down digests of a run: samples, random states, the output of every module, weights, optimizer states."""
 
 from __future__ import annotations
 

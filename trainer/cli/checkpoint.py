@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("path")
     convert.add_argument("target")
     convert.add_argument("--from", dest="source", choices=_FOREIGN, help="import that library's checkpoint")
-    convert.add_argument("--max-shard-size", default="10GB", help="larger weights go into several files (default: 10GB)")
+    convert.add_argument("--max-shard-size", default="10GB", help="a file's limit (default: 10GB)")
     prune = actions.add_parser("prune", help="remove all but the newest checkpoints of a folder")
     prune.add_argument("path")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay")
@@ -144,7 +144,8 @@ def _is_checkpoint(path: str | Path) -> bool:
     from ...strategies.checkpoint.format import MANIFEST
 
     if not os.path.isdir(path):
-        what = "a file. Import one of Lightning by: convert FILE TARGET --from lightning" if os.path.exists(path) else ""
+        imported = "a file. Import one of Lightning by: convert FILE TARGET --from lightning"
+        what = imported if os.path.exists(path) else ""
         raise ValueError(
             f"Expected the folder of a checkpoint, or of several. Received: {path}, {what or 'which is not there'}."
         )
