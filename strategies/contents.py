@@ -1,6 +1,7 @@
 """What a training checkpoint holds, and in which file.
 
     model.safetensors, model_1.safetensors, …   weights of the prepared models, under the user's own names
+    model-extra.json (+ .safetensors), …        what their modules keep beside tensors (`get_extra_state`), if any do
     optimizer-0.json (+ .safetensors), …        optimizer state by parameter names: loads on any number of processes
     training.json (+ .safetensors)              schedulers, the loss scaler, loaders, registered objects
     rank-00000.json (+ .safetensors), …         of each process: random states, registered objects that are `per_rank`
@@ -73,7 +74,7 @@ class Contents:
         if strategy.world.rank == 0:
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             for index, state in enumerate(weights):
-                save_weights(writer, state, name=weights_name(index), **options)
+                save_module(writer, state, name=weights_name(index), **options)
         if weights_only:
             return
         if strategy.world.rank == 0:
@@ -102,7 +103,7 @@ class Contents:
             ValueError: other objects were saved than are here; the message says which.
         """
         for index, model in enumerate(models):
-            state = load_weights(checkpoint, name=weights_name(index))
+            state = load_module(checkpoint, name=weights_name(index))
             strategy.load_state_dict(model, state, strict=strict)
         if weights_only:
             return {}
@@ -178,6 +179,24 @@ class Contents:
 
 def _epoch_only(state: dict[str, Any]) -> dict[str, Any]:
     return {"samples": 0, **{key: state[key] for key in ("epoch", "seed", "length") if key in state}}
+
+
+def save_module(writer: Any, state: Mapping[str, Any], *, name: str = "model", **options: Any) -> None:
+    """Writes a module's state dict: its weights, and beside them the states of its modules that are no tensors."""
+    extra = {key: value for key, value in state.items() if _is_extra(key, value)}
+    save_weights(writer, {key: value for key, value in state.items() if key not in extra}, name=name, **options)
+    if extra:
+        writer.state(f"{name}-extra", extra)
+
+
+def load_module(checkpoint: Any, *, name: str = "model") -> dict[str, Any]:
+    """Returns the state dict that `save_module` wrote."""
+    state: dict[str, Any] = load_weights(checkpoint, name=name)
+    return state | checkpoint.state(f"{name}-extra") if checkpoint.has(f"{name}-extra.json") else state
+
+
+def _is_extra(key: str, value: Any) -> bool:
+    return key.rpartition(".")[2] == "_extra_state" and not isinstance(value, torch.Tensor)
 
 
 def weights_name(index: int) -> str:

@@ -223,3 +223,56 @@ def test_a_run_within_a_run_is_refused_and_leaves_the_outer_one_whole(inner):
         trainer.fit(module, loader(8), loader(4))
     assert (trainer.global_step, len(module.seen)) == (8, 8)
     assert trainer.callback_metrics["mean"] == 1.5
+
+
+# Models
+
+
+class Counting(torch.nn.Module):
+    """Keeps a number and a tensor beside its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.last = 0, torch.zeros(1)
+
+    def forward(self, x):
+        self.calls, self.last = self.calls + 1, x[0].clone()
+        return x
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "last": self.last}
+
+    def set_extra_state(self, state):
+        self.calls, self.last = state["calls"], state["last"]
+
+
+class Extra(Line):
+    """A line behind a module with extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.counting = Counting()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.counting(batch), batch_idx)
+
+
+def test_extra_state_of_modules_is_saved_and_comes_back(tmp_path):
+    first, second = Extra(), Extra()
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(first, loader(6))
+    trainer.save_checkpoint(tmp_path / "saved")
+    loaded = Extra.load_from_checkpoint(tmp_path / "saved")
+    assert (loaded.counting.calls, loaded.counting.last.tolist()) == (3, [4.0])
+    quiet(max_epochs=2).fit(second, loader(6), ckpt_path=tmp_path / "saved")
+    assert (second.counting.calls, second.counting.last.tolist()) == (6, [4.0])
+
+
+def test_ddp_names_the_parameters_that_were_not_used_and_no_others():
+    class Unused(Line):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.idle = torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1)
+
+    with pytest.raises(RankFailed, match=r"took no part in a loss on this rank: idle.weight, idle.bias\. Freeze"):
+        run(lambda rank: quiet(max_epochs=1, devices=2).fit(Unused(), loader(8)))
