@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def make_accelerator(plan: Plan) -> Any:
-    """Return the plan's Accelerator, or a new one with the Trainer's (exact) semantics."""
+def make_accelerator(plan: Plan, *, alone: bool = False) -> Any:
+    """Return the plan's Accelerator, or a new one with the Trainer's (exact) semantics.
+
+    ``alone``: for a process whose ranks are others; a process group here would keep it from forking them.
+    """
     if plan.accelerator is not None:
         return plan.accelerator
     from ..strategies.settings import DataLoaderConfiguration, GradientAccumulationPlugin
     from .accelerator import Accelerator  # here, so that importing the Trainer costs little
 
-    options = dict(plan.options)
+    options = plan.options | ({"strategy": None} if alone else {})
     if plan.devices is not None:
         options["device"] = plan.devices[detect().local_rank]
     return Accelerator(
@@ -69,6 +72,7 @@ class Launcher:
         from ..strategies.checkpoint.state import decode
 
         method = self.plan.start_method or "fork"
+        trainer.release_accelerator()  # each rank makes its own
         answers = launch.call(
             _run, trainer, stage, model, source, options, processes=self.plan.processes, start_method=method
         )

@@ -152,8 +152,12 @@ class Trainer(TrainerState):
     def accelerator(self) -> Any:
         """The Accelerator that everything runs on; made at its first use."""
         if self._accelerator is None:
-            self._accelerator = make_accelerator(self.plan)
+            self._accelerator = make_accelerator(self.plan, alone=self.launcher.later)
         return self._accelerator
+
+    def release_accelerator(self) -> None:
+        """Let go of the Accelerator; the next use makes another one."""
+        self._accelerator = None
 
     def fit(
         self,

@@ -42,6 +42,24 @@ def test_spawned_processes_bring_back_their_results(tmp_path):
     assert "rank 0 of 1: 4 steps, 0 seen, arguments [], run-0001" in done.stdout
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_prompt_can_look_at_a_trainer_and_fit_again(tmp_path, strategy):
+    lines = [
+        "from drivetrain import Trainer, notebook_launcher",
+        "from drivetrain.tests.loop.models import Line, loader",
+        "options = dict(accelerator='cpu', max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False)",
+        f"trainer = Trainer(devices=2, strategy={strategy!r}, **options)",
+        "print('before', trainer.is_global_zero, trainer.device)",
+        "trainer.fit(Line(), loader(16))",
+        "print('between', trainer.global_step, trainer.global_rank)",
+        "trainer.fit(Line(), loader(8))",
+        "print('after', trainer.global_step, notebook_launcher(int, num_processes=2))",
+    ]
+    done = execute([sys.executable, "-i", "-c", "\n".join(["import sys", "sys.ps1 = '>'", *lines, "sys.exit()"])], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["before True cpu", "between 4 0", "after 2 [0, 0]"], done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("options", "code"), [("strategy='auto'", 0), ("devices=2", 0), ("devices=3", 1)])
 def test_under_torchrun_the_launched_processes_count(tmp_path, options, code):
     done = torchrun(script(tmp_path, options))
