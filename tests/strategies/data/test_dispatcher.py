@@ -182,3 +182,19 @@ def test_a_share_of_the_users_own_is_refused():
 
     with pytest.raises(RankFailed, match="not divided yet"):
         run(rank, 2)
+
+
+@pytest.mark.parametrize("kind", [OnlyOnFirst, Stream])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_goes_on_where_it_was(kind, workers, tmp_path):
+    def rank(rank):
+        settings = DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=settings)
+        loader = accelerator.prepare(DataLoader(kind(12, rank), 2, num_workers=workers))
+        for number, _ in enumerate(loader):
+            if number == 0:
+                accelerator.save_state(tmp_path / "saved")
+        accelerator.load_state(tmp_path / "saved")
+        return [batch.flatten().tolist() for batch in loader]
+
+    assert run(rank, 2) == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
