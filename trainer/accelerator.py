@@ -152,7 +152,7 @@ class Accelerator:
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = resolution.rng_types(rng_types)
-        self.log_with = log_with
+        self.log_with = trackers.filter_trackers(log_with, "")  # unknown words and missing packages are told now
         self.trackers: list[Any] = []
         self.grad_norm: torch.Tensor | None = None
         self._seed = seed

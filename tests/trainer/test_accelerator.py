@@ -824,6 +824,11 @@ def test_trackers():
     assert notebook.rows == [(3, {"loss": 1.0}, {}), (4, {"loss": 2.0}, {"commit": False})]
 
 
+def test_unknown_trackers_are_told_at_once():
+    with pytest.raises(ValueError, match="Received: log_with='tensorbord'. Did you mean 'tensorboard'"):
+        Accelerator(cpu=True, log_with=["csv", "tensorbord"])
+
+
 def test_profile_writes_a_trace(tmp_path):
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
     with accelerator.profile() as profiler:
