@@ -65,7 +65,8 @@ class FitLoop:
         self.metrics.begin("train", batchwise=False)
         self.hooks.fire("on_train_start")
         if self.progress.batches and self.finished():
-            logger.warning("Nothing is left to train: the checkpoint stands at %s.", self._schedule.reached(self.progress))
+            reached = self._schedule.reached(self.progress)
+            logger.warning("Nothing is left to train: the checkpoint stands at %s.", reached)
         while not self.finished() or self._unfinished_epoch():
             complete = self.progress.phase in ("full", "scheduled") if self.finished() else self.epoch()
             self.end_epoch(complete)
