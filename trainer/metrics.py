@@ -7,6 +7,7 @@ Nothing here reads a tensor's value or talks to another rank while a step runs. 
 from __future__ import annotations
 
 import sys
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Callable
 
 import torch
@@ -307,7 +308,7 @@ def is_metric(value: Any, name: str = "Metric") -> bool:
 
 def check_scalar(name: str, value: Any) -> None:
     """Raise unless a logged value is one number."""
-    if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, (int, float)):
+    if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, Real):
         return
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(

@@ -30,6 +30,8 @@ class ManualOptimizer:
         self._step = step
 
     def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # while a copy is made, it is not there yet
+            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:

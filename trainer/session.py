@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class Session:
         self.loop: FitLoop | None = None
         self.checkpoint = find_checkpoint(trainer, ckpt_path)
         self.failed = False
+        self.prepared = False  # there is something to save
         self._train_loader: Any = None
         self._given: Any = None  # the training loader as the user gave it
         self._entries: dict[str, Any] = {}
@@ -62,6 +64,7 @@ class Session:
             self._fire_setup()
             check_hyperparameters(self)
             self._prepare_model()
+            self.prepared = True
             self._prepare_loaders()
             self.hooks = Hooks(trainer, module, self._callbacks_in_force())
             trainer.progress.start()
@@ -120,7 +123,7 @@ class Session:
 
     def step_schedulers(self, interval: str, count: int, *, plateau: bool = False) -> None:
         """Step the schedulers of an interval that are due at ``count``; at epochs, plateau schedulers come apart."""
-        for config in self.trainer.lr_scheduler_configs:
+        for config in self.trainer.lr_scheduler_configs if self.module.automatic_optimization else ():
             if config.interval != interval or count % config.frequency:
                 continue
             if interval == "epoch" and config.reduce_on_plateau is not plateau:
@@ -243,20 +246,21 @@ class Session:
 
     def _tell_all(self, event: str, argument: Any) -> None:
         """Fire an event that may come before the hooks are compiled, in their order."""
+        for function in self._listeners(event):
+            function(argument)
+
+    def _listeners(self, event: str) -> list[Any]:
         ordered = sorted(self.callbacks, key=lambda callback: callback.priority)
         early = [callback for callback in ordered if callback.priority < AFTER_MODULE]
-        for callback in early:
-            getattr(callback, event)(self.trainer, self.module, argument)
-        getattr(self.module, event)(argument)
-        for callback in ordered[len(early) :]:
-            getattr(callback, event)(self.trainer, self.module, argument)
+        late = ordered[len(early) :]
+        bound = [[partial(getattr(c, event), self.trainer, self.module) for c in part] for part in (early, late)]
+        return [*bound[0], getattr(self.module, event), *bound[1]]
 
     # The end
 
     def _fire_teardown(self) -> None:
-        self._tell_all("teardown", self.stage)
-        if self.datamodule is not None:
-            self.datamodule.teardown(self.stage)
+        data = [self.datamodule.teardown] if self.datamodule is not None else []
+        call_each([*self._listeners("teardown"), *data], self.stage)
 
     def _end_saves(self) -> None:
         """Wait for the checkpoint that is being written; that it fails is not what this run failed by."""
@@ -269,9 +273,18 @@ class Session:
         self.failed = True
         self._end_saves()
         self.trainer.interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
-        self._tell_all("on_exception", error)
-        if self.datamodule is not None:
-            self.datamodule.on_exception(error)
+        data = [self.datamodule.on_exception] if self.datamodule is not None else []
+        call_each([*self._listeners("on_exception"), *data], error)
+
+
+def call_each(functions: list[Any], argument: Any) -> None:
+    """Call all functions: an error in one of them is raised once the others had their turn."""
+    for position, function in enumerate(functions):
+        try:
+            function(argument)
+        except BaseException:
+            call_each(functions[position + 1 :], argument)
+            raise
 
 
 class ModuleClipping(Callback):

@@ -263,8 +263,10 @@ class Trainer(TrainerState):
         has a copy of the state written beside it: then False is returned, and at the edge of a later step ``then`` is
         called or the error is raised with which the save failed. ``fit`` does not end before.
         """
-        if self.session is None:
-            raise RuntimeError("Expected a run to save. Received: none. Call save_checkpoint during or after fit.")
+        if self.session is None or not self.session.prepared:
+            raise RuntimeError(
+                "Expected a run to save. Received: none that has begun. Call save_checkpoint during or after fit."
+            )
         loop = self.session.loop
         if loop is not None and not loop.at_edge and not self.session.failed:
             loop.requests.append(lambda: self._write(filepath, weights_only, then, asynchronous))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -136,6 +138,18 @@ def test_values_logged_in_setup_of_a_second_run():
         trainer.validate(module, loader(4), verbose=False)
 
 
+def test_numbers_of_numpy_are_numbers():
+    class Numpy(Line):
+        def training_step(self, batch, batch_idx):
+            for kind in (np.float32, np.float64, np.int64):
+                self.log(kind.__name__, kind(2), on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Numpy(), loader(4))
+    assert [trainer.callback_metrics[name] for name in ("float32", "float64", "int64")] == [2.0] * 3
+
+
 # Schedulers
 
 
@@ -154,6 +168,33 @@ def test_a_plateau_scheduler_stepped_by_steps_sees_the_value_of_its_step(every):
     trainer = quiet(max_epochs=1, log_every_n_steps=every)
     trainer.fit(Plateau(), loader(8))
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125  # better at the first of four steps only
+
+
+class ByHand(Line):
+    """Manual optimization with a scheduler for each epoch, which the module steps itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = copy.copy(self.optimizers())
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def test_manual_optimization_leaves_schedulers_to_the_module():
+    trainer = quiet(max_epochs=2)
+    trainer.fit(ByHand(), loader(4))
+    assert (trainer.optimizers[0].param_groups[0]["lr"], trainer.global_step) == (0.25, 4)
 
 
 # Errors in hooks
@@ -197,6 +238,15 @@ def test_an_error_in_on_exception_does_not_keep_the_run_from_its_end():
     with pytest.raises(RuntimeError, match="on_exception") as caught:
         trainer.fit(failing, loader(4))
     assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert witness.notes == ["division by zero", "teardown"]
+    assert trainer.stage is None
+
+
+def test_an_error_in_teardown_does_not_keep_the_other_callbacks_from_theirs():
+    witness = Witness()
+    trainer = quiet(max_epochs=1, callbacks=[Raising("teardown"), witness])
+    with pytest.raises(RuntimeError, match="teardown"):
+        trainer.fit(Line(), loader(4))
     assert witness.notes == ["teardown"]
     assert trainer.stage is None
 
@@ -223,6 +273,14 @@ def test_a_run_within_a_run_is_refused_and_leaves_the_outer_one_whole(inner):
         trainer.fit(module, loader(8), loader(4))
     assert (trainer.global_step, len(module.seen)) == (8, 8)
     assert trainer.callback_metrics["mean"] == 1.5
+
+
+def test_a_run_that_has_prepared_nothing_yet_cannot_be_saved(tmp_path):
+    module = Line()
+    module.setup = lambda stage: module.trainer.save_checkpoint(tmp_path / "empty")
+    with pytest.raises(RuntimeError, match="Expected a run to save"):
+        quiet(max_epochs=1).fit(module, loader(4))
+    assert not (tmp_path / "empty").exists()
 
 
 # Models
