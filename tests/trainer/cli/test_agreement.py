@@ -92,6 +92,8 @@ def test_F1_the_trainer_shows_both(launched, variables, arguments, said):
 
 
 RUN = """
+import sys
+
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Trainer, TrainModule
@@ -107,7 +109,8 @@ class Net(TrainModule):
 
 trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=1))
-print("rank", trainer.global_rank, trainer.world_size, trainer.global_step, trainer.precision.name)
+words = ("rank", trainer.global_rank, trainer.world_size, trainer.global_step, trainer.precision.name)
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: the other rank writes too
 """
 
 
