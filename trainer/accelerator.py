@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import strategies
 from ..callbacks.tracking import trackers
+from ..callbacks.tracking.base import filter_trackers
 from ..strategies import collectives, environment, random
 from ..strategies.accumulation import Accumulation, Window
 from ..strategies.base import Strategy, is_scheduler, parameters_of
@@ -152,7 +153,7 @@ class Accelerator:
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = resolution.rng_types(rng_types)
-        self.log_with = trackers.filter_trackers(log_with, "")  # unknown words and missing packages are told now
+        self.log_with = filter_trackers(log_with, "")  # unknown words and missing packages are told now
         self.trackers: list[Any] = []
         self.grad_norm: torch.Tensor | None = None
         self._seed = seed

@@ -184,7 +184,7 @@ def _precision(precision: Any) -> str:
     word = str(precision if precision is not None else "32-true")
     if word not in _PRECISIONS:
         raise ValueError(
-            f"Expected one of {sorted(set(_PRECISIONS.values()))}. Received: precision={precision!r}. Use one of them."
+            f"Expected one of {sorted(_PRECISIONS)}. Received: precision={precision!r}. Use one of them."
         )
     return _PRECISIONS[word]
 

@@ -30,7 +30,12 @@ class Alias(ModuleType):
 
 
 def install(folder: Path) -> None:
-    """From here on `import accelerate` gives drivetrain; what says that it is installed is written into a folder."""
+    """From here on `import accelerate` gives drivetrain; what says that it is installed is written into a folder.
+
+    Call it in a process of its own: transformers, which may be there already, is imported anew, as it looks once.
+    """
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        del sys.modules[name]
     described = folder / f"accelerate-{VERSION}.dist-info"
     described.mkdir(parents=True)
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: accelerate\nVersion: {VERSION}\n")
