@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Iterable
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class DataModule(Hyperparameters):
+class DataModule(Hyperparameters, DataHooks):
     """Loaders for ``fit``, ``validate``, ``test`` and ``predict`` in one object; override what you need.
 
     Order of calls: ``prepare_data`` (main process of each node), ``setup(stage)`` (every process), the loaders,
@@ -23,40 +24,11 @@ class DataModule(Hyperparameters):
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
 
-    def prepare_data(self) -> None:
-        """Download or preprocess; called on the main process of each node only, so keep no state."""
-
     def setup(self, stage: str) -> None:
         """Make the data sets of a stage: "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Clean up after a stage."""
-
-    def train_dataloader(self) -> Any:
-        """Return the loader to train on."""
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or several in a list, tuple or dict, to validate on."""
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or several in a list, tuple or dict, to test on."""
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or several in a list, tuple or dict, to predict on."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it goes to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override for types that have no ``.to``."""
-        from ..strategies.collectives import send_to_device
-
-        return send_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it has come to the device."""
-        return batch
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when a run raises."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
 from .metrics import Metrics, Series, check_scalar, is_metric
 from .module_hooks import ModuleHooks
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
+class TrainModule(Hyperparameters, ModuleHooks, DataHooks, nn.Module):
     """A model and what to do with it; override ``training_step`` and ``configure_optimizers``, and what else you need.
 
     A step gets ``(batch, batch_idx)``, evaluation steps also ``dataloader_idx`` where there are several loaders;
@@ -90,37 +91,6 @@ class TrainModule(Hyperparameters, ModuleHooks, nn.Module):
     ) -> None:
         """Clip the gradients before a step; an override replaces what the trainer's arguments say."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    # Data, where the module brings its own
-
-    def prepare_data(self) -> None:
-        """Download or preprocess; called on the main process of each node only."""
-
-    def train_dataloader(self) -> Any:
-        """Return the loader to train on."""
-
-    def val_dataloader(self) -> Any:
-        """Return the loader, or several in a list, tuple or dict, to validate on."""
-
-    def test_dataloader(self) -> Any:
-        """Return the loader, or several in a list, tuple or dict, to test on."""
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader, or several in a list, tuple or dict, to predict on."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it goes to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override for types that have no ``.to``."""
-        from ..strategies.collectives import send_to_device
-
-        return send_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it has come to the device."""
-        return batch
 
     # Logging
 
