@@ -290,9 +290,10 @@ def test_call_returns_results_in_rank_order():
         total = world.all_reduce(torch.tensor([world.rank + 1.0]))
         return world.rank, offset + factor * total, torch.get_num_threads()
 
+    before = set(multiprocessing.active_children())  # an earlier test's loader may still have workers
     results = launch.call(work, 2, processes=2)
     assert [(rank, value.item(), threads) for rank, value, threads in results] == [(0, 16.0, 1), (1, 16.0, 1)]
-    assert current().size == 1 and multiprocessing.active_children() == []
+    assert current().size == 1 and set(multiprocessing.active_children()) <= before
 
 
 def test_call_passes_large_results():
@@ -319,12 +320,13 @@ def test_D2_a_failing_call_names_the_rank_and_keeps_the_cause(failing):
             raise ValueError("boom")
         world.barrier("which the other does not reach")
 
+    before = set(multiprocessing.active_children())
     with pytest.raises(launch.LaunchError) as caught:
         launch.call(work, processes=2)
     assert str(caught.value).startswith(f"Rank {failing} of 2 failed first: it ended with exit code 1.\nTraceback")
     assert caught.value.rank == failing and 'raise ValueError("boom")' in caught.value.traceback
     assert isinstance(caught.value.__cause__, ValueError)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_what_a_failed_call_leaves_behind_does_not_harm_the_next():
