@@ -154,10 +154,10 @@ def test_data_parallel_training_averages_gradients():
 def test_torchrun_starts_real_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nrank, size = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
-                      "sys.stdout.write(f'rank {rank} of {size} {sys.argv[1:]}\\n')")
-    result = torchrun(script, "--flag", 3)
+                      "open(f'{sys.argv[1]}/{rank} of {size}', 'w').write(str(sys.argv[2:]))")
+    result = torchrun(script, tmp_path, "--flag", 3)
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2 ['--flag', '3']" for rank in range(2)]
+    assert {path.name: path.read_text() for path in tmp_path.glob("? of *")} == dict.fromkeys(["0 of 2", "1 of 2"], "['--flag', '3']")
 
 
 def test_execute_ends_what_a_command_left_behind(tmp_path):

@@ -597,14 +597,15 @@ def test_everything_is_let_go_of_before_the_group_is():
 def test_a_script_under_torchrun_finds_its_place(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\n"
+        "import sys, torch\n"
         "from drivetrain import Accelerator\n"
         "accelerator = Accelerator(cpu=True)\n"
         "model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))\n"
         "accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())\n"
-        "print(accelerator.process_index, accelerator.num_processes, model.module.weight.grad.item(), flush=True)\n"
+        "seen = (accelerator.num_processes, model.module.weight.grad.item())\n"
+        "open(f'{sys.argv[1]}/rank-{accelerator.process_index}', 'w').write(str(seen))\n"
         "accelerator.end_training()\n"
     )
-    done = torchrun(script)
+    done = torchrun(script, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line[:1].isdigit()) == ["0 2 1.5", "1 2 1.5"]
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["(2, 1.5)"] * 2

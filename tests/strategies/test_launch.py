@@ -54,18 +54,19 @@ def wait_for_files(paths: list[Path]) -> list[str]:
 # A script through the agent
 
 
-def test_ranks_find_themselves_and_their_arguments(tmp_path, capfd, monkeypatch):
+def test_ranks_find_themselves_and_their_arguments(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("REMOVED", "1")
     script = tmp_path / "script.py"
-    script.write_text(SEEN + "sys.stdout.write(json.dumps([seen, sys.argv[1:], 'REMOVED' in os.environ]) + '\\n')")
+    script.write_text(SEEN + "words = json.dumps([seen, sys.argv[2:], 'REMOVED' in os.environ])\n"
+                             "open(f'{sys.argv[1]}/seen-by-{seen[\"RANK\"]}', 'w').write(words)")
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     before = dict(os.environ)
-    code = launch.run_script([script, "--lr", 0.1, "with space"], 2, variables={"EXTRA": "x", "REMOVED": None})
+    code = launch.run_script([script, tmp_path, "--lr", 0.1, "with space"], 2, variables={"EXTRA": "x", "REMOVED": None})
     assert code == 0
     assert dict(os.environ) == before
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
-    lines = sorted(capfd.readouterr().out.splitlines())
+    lines = [(tmp_path / f"seen-by-{rank}").read_text() for rank in range(2)]
     right = [{"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "EXTRA": "x"} for rank in range(2)]
     assert [json.loads(line) for line in lines] == [[seen, ["--lr", "0.1", "with space"], False] for seen in right]
 
@@ -130,7 +131,7 @@ sys.exit(5)
     assert "Then rank 0 was killed by SIGKILL." in capfd.readouterr().err
 
 
-def test_a_restart_after_sigkill_finds_a_clean_store(tmp_path, capfd):
+def test_a_restart_after_sigkill_finds_a_clean_store(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""
 import os, signal, sys, torch
@@ -141,10 +142,10 @@ here.barrier()
 if placement.attempt == 0 and here.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 total = int(here.all_reduce(torch.tensor([here.rank + 1])))
-sys.stdout.write(f"attempt {placement.attempt} sum {total}\\n")
+open(f"{sys.argv[1]}/rank-{here.rank}-attempt-{placement.attempt}-sum-{total}", "x")
 """)
-    assert launch.run_script([script], 2, max_restarts=1) == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if "attempt 1" in line] == ["attempt 1 sum 3"] * 2
+    assert launch.run_script([script, tmp_path], 2, max_restarts=1) == 0
+    assert sorted(path.name for path in tmp_path.glob("*attempt-1*")) == [f"rank-{r}-attempt-1-sum-3" for r in (0, 1)]
 
 
 def test_two_nodes_need_an_address(tmp_path):
@@ -237,12 +238,12 @@ import os, sys
 if "RANK" not in os.environ:
     from drivetrain.strategies import launch
     sys.exit(launch.relaunch(2, variables={"EXTRA": "x"}))
-sys.stdout.write(f"{os.environ['RANK']} {os.environ['EXTRA']} {sys.argv[1:]}\\n")
+open(f"rank-{os.environ['RANK']}", "w").write(f"{os.environ['EXTRA']} {sys.argv[1:]}")
 sys.exit(7 if os.environ["RANK"] == "1" else 0)
 """)
-    result = subprocess.run([PYTHON, script, "--lr", "1"], capture_output=True, text=True, timeout=100)
+    result = subprocess.run([PYTHON, script, "--lr", "1"], cwd=tmp_path, timeout=100)
     assert result.returncode == 7
-    assert sorted(result.stdout.splitlines())[-1] == "1 x ['--lr', '1']"
+    assert (tmp_path / "rank-1").read_text() == "x ['--lr', '1']"
 
 
 @pytest.mark.parametrize(("argv", "right"), [
