@@ -8,6 +8,7 @@ a launcher's name. The order of rows matters: torchrun inside a SLURM job is tor
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -22,6 +23,9 @@ _DEFAULT_PORT = 29500  # torchrun's, and what most examples export
 _LOCALHOST = "127.0.0.1"
 _PREFIXES = ("DRIVETRAIN_", "ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "HF_", "SLURM_",
              "TORCHELASTIC_")
+_TRUE, _FALSE = ("1", "true", "yes", "y", "t", "on"), ("0", "false", "no", "n", "f", "off")
+SOURCES = "DRIVETRAIN_LAUNCH_SOURCES"
+"""The variable by which `drivetrain launch` tells what somebody has said: JSON, variable → "setting in file"."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +86,85 @@ def text(name: str, default: str | None = None) -> str | None:
 
 def flag(name: str, default: bool = False) -> bool:
     """A variable as a truth value (1 true yes y t on / 0 false no n f off); names as for `text`."""
-    value = (text(name) or str(default)).strip().lower()
-    if value in ("1", "true", "yes", "y", "t", "on"):
-        return True
-    if value in ("0", "false", "no", "n", "f", "off"):
-        return False
-    raise ValueError(f"Expected yes or no. Received: {name}={value!r}. Set it to 1 or 0.")
+    return _truth(name, text(name) or str(default))
 
 
 def integer(name: str, default: int | None = None) -> int | None:
     """A variable as an integer; names as for `text`."""
     value = text(name)
     return default if value is None else _integer(name, value)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a launch says to one engine: the variables that begin with `prefix`; names here are without it, in any case.
+
+    An option object reads them as it is made, each beside its own argument:
+
+        launched = environment.group("FSDP_")
+        self.version = launched.agreed("version", version, launched.integer("version", 1))       # FSDP_VERSION
+        self.offload = launched.agreed("offload_params", offload, launched.flag("offload_params"))
+
+    The switches of the engines are `environment.flag("USE_FSDP")`, `USE_DEEPSPEED`, `USE_MEGATRON_LM`,
+    `USE_PARALLELISM_CONFIG` and `USE_XLA`; the groups FSDP_, ACCELERATE_DEEPSPEED_, MEGATRON_LM_, PARALLELISM_CONFIG_,
+    ACCELERATE_FP8_, ACCELERATE_DYNAMO_ and ACCELERATE_DDP_. docs/launching.md lists every variable.
+    """
+
+    prefix: str
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """A variable as it is; an empty one, or Python's None, counts as unset."""
+        value = os.environ.get(self.variable(name))
+        return default if value in (None, "", "None") else value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A variable as a truth value."""
+        return _truth(self.variable(name), self.text(name) or str(default))
+
+    def integer(self, name: str, default: int | None = None) -> int | None:
+        """A variable as an integer."""
+        value = self.text(name)
+        return default if value is None else _integer(self.variable(name), value)
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """A variable as a number."""
+        value = self.text(name)
+        return default if value is None else _number(self.variable(name), value)
+
+    def names(self) -> list[str]:
+        """Which of them are set, in lower case."""
+        return sorted(one.removeprefix(self.prefix).lower() for one in os.environ if one.startswith(self.prefix))
+
+    def variable(self, name: str) -> str:
+        """The whole name of a variable."""
+        return f"{self.prefix}{name.upper()}"
+
+    def source(self, name: str) -> str | None:
+        """The setting and file (or command line) that a variable is from; None for what nobody has said."""
+        return sources().get(self.variable(name))
+
+    def agreed(self, name: str, argument: Any, launched: Any) -> Any:
+        """The argument, or (None) what the launch says; ValueError where somebody has said two different things.
+
+        A variable that `drivetrain launch` did not get from anybody gives way to the argument, as in Accelerate.
+        """
+        source = self.source(name)
+        if argument is None or argument == launched or source is None:
+            return launched if argument is None else argument
+        raise ValueError(
+            f"Expected one value for {name}. Received: {name}={argument!r}, {self.variable(name)}={launched!r} "
+            f"({source}). Set it in one place."
+        )
+
+
+def group(prefix: str) -> Group:
+    """The variables of one engine, by their prefix (see Group)."""
+    return Group(prefix)
+
+
+def sources() -> dict[str, str]:
+    """Where `drivetrain launch` has its settings from: variable → "setting in file", for those that somebody set."""
+    return dict(json.loads(os.environ.get(SOURCES) or "{}"))
 
 
 def live() -> MutableMapping[str, str]:
@@ -293,6 +364,20 @@ def _integer(name: str, value: str) -> int:
         return int(value)
     except ValueError:
         raise ValueError(f"Expected an integer. Received: {name}={value!r}. Correct or unset it.") from None
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"Expected a number. Received: {name}={value!r}. Correct or unset it.") from None
+
+
+def _truth(name: str, value: str) -> bool:
+    word = value.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"Expected yes or no. Received: {name}={value!r}. Set it to 1 or 0.")
+    return word in _TRUE
 
 
 def _replace(environ: Mapping[str, str]) -> None:

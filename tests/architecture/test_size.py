@@ -14,10 +14,10 @@ OTHERS = 450
 # Lines of a file, docstrings included. Raise a number only together with its reason, in the same commit.
 BUDGETS = {
     "__init__.py": 600,  # lists every public name twice: in the table and for editors
-    "strategies/base.py": 300,
+    "strategies/base.py": 330,  # the mesh of a strategy, and its data-parallel ranks
     "strategies/world.py": 320,  # a world has private groups too, for saves in the background
     "strategies/mesh.py": 250,
-    "strategies/environment.py": 310,  # also hands the variables themselves to strategies/variables.py
+    "strategies/environment.py": 390,  # also what a launch says to each engine, and the variables for variables.py
     "strategies/settings.py": 500,
     "strategies/precision.py": 300,
     "strategies/collectives.py": 400,
@@ -39,7 +39,7 @@ BUDGETS = {
     "trainer/progress.py": 150,
     "trainer/hooks.py": 100,
     "trainer/metrics.py": 380,  # also what each series tells a checkpoint: an interruption loses no value
-    "trainer/accelerator.py": 940,  # saves in the background are part of its interface
+    "trainer/accelerator.py": 970,  # saves in the background and places in a mesh are part of its interface
     "trainer/arguments.py": 300,
     "trainer/loop.py": 350,
     "trainer/trainer.py": 400,

@@ -245,3 +245,38 @@ class Test(unittest.TestCase):
     result = subprocess.run([sys.executable, "-m", "unittest", "test_it"], cwd=tmp_path, capture_output=True, text=True,
                             timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+# What a launch says to an engine
+
+
+def test_a_group_of_variables(monkeypatch):
+    launched = environment.group("FSDP_")
+    for name in launched.names():
+        monkeypatch.delenv(launched.variable(name))
+    assert launched.text("version") is None and launched.integer("version", 1) == 1
+    for name, value in {"VERSION": "2", "OFFLOAD_PARAMS": "true", "RATE": "0.5", "LENGTH": "None", "EMPTY": ""}.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    assert launched.names() == ["empty", "length", "offload_params", "rate", "version"]
+    assert launched.integer("VERSION") == 2 and launched.flag("offload_params") and launched.number("rate") == 0.5
+    assert launched.integer("length", 7) == 7 and launched.text("empty", "d") == "d" and launched.flag("absent", True)
+
+
+def test_a_group_names_the_variable_that_is_wrong(monkeypatch):
+    monkeypatch.setenv("FSDP_VERSION", "two")
+    with pytest.raises(ValueError, match="Expected an integer. Received: FSDP_VERSION='two'"):
+        environment.group("FSDP_").integer("version")
+    with pytest.raises(ValueError, match="Expected a number. Received: FSDP_VERSION='two'"):
+        environment.group("FSDP_").number("version")
+    with pytest.raises(ValueError, match="Expected yes or no. Received: FSDP_VERSION='two'"):
+        environment.group("FSDP_").flag("version")
+
+
+def test_an_argument_has_to_agree_with_what_somebody_told_the_launch(monkeypatch):
+    launched = environment.group("FSDP_")
+    assert launched.agreed("version", None, 1) == 1 and launched.agreed("version", 2, 1) == 2  # nobody has said 1
+    monkeypatch.setenv(environment.SOURCES, '{"FSDP_VERSION": "fsdp_version in two.yaml"}')
+    assert launched.agreed("version", 1, 1) == 1 and launched.agreed("version", None, 1) == 1
+    assert launched.agreed("offload_params", True, False) is True
+    with pytest.raises(ValueError, match=r"Received: version=2, FSDP_VERSION=1 \(fsdp_version in two.yaml\). Set it in"):
+        launched.agreed("version", 2, 1)
