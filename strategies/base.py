@@ -36,9 +36,30 @@ class Strategy:
     name = "single"
     launches = False
     start_method: str | None = None
+    plugin: Any = None  # the option object that it was made from
+    parallelism: Any = None  # its ParallelismConfig
+    mesh: Any = None  # the DeviceMesh of its ranks, after `setup`
 
     def __init__(self) -> None:
         self.world = World()
+
+    @property
+    def data_world(self) -> World:
+        """The ranks that see different data, which is all of them unless some share one replica of the model."""
+        return self.world
+
+    def rank_in(self, dimension: str) -> int:
+        """Returns this process's place along a dimension of the mesh ("tp", "cp", "pp", "dp_shard", …).
+
+        Raises:
+            RuntimeError: the mesh has no such dimension.
+        """
+        if self.mesh is None or dimension not in (self.mesh.mesh_dim_names or ()):
+            raise RuntimeError(
+                f"Expected a mesh with a dimension {dimension!r}. Received: strategy={self.name!r} without one. Pass "
+                "a ParallelismConfig that has it."
+            )
+        return int(self.mesh.get_local_rank(dimension))
 
     # Environment
 
@@ -140,7 +161,7 @@ class Strategy:
         """Returns the loader that gives this process its share of every batch."""
         from .data.preparing import prepare_loader
 
-        return prepare_loader(loader, world=self.world, **options)
+        return prepare_loader(loader, world=self.data_world, **options)
 
     def unwrap(self, model: Any, *, keep_compiled: bool = False) -> torch.nn.Module:
         """Returns the user's own module inside what this engine and, unless it is kept, a compiler put around it."""

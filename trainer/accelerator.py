@@ -58,7 +58,6 @@ from ..strategies.settings import (
     ProjectConfiguration,
     TorchDynamoPlugin,
     check_num_steps,
-    not_in_this_version,
 )
 from ..strategies.state import AcceleratorState
 from ..strategies.world import World
@@ -134,10 +133,9 @@ class Accelerator:
         seed: int | None = None,
         fp16: bool | None = None,
     ) -> None:
-        resolution.refuse_absent_engines(
-            DeepSpeedPlugin=deepspeed_plugin or deepspeed_plugins, FullyShardedDataParallelPlugin=fsdp_plugin,
-            TorchTensorParallelPlugin=torch_tp_plugin, MegatronLMPlugin=megatron_lm_plugin,
-            ParallelismConfig=parallelism_config,
+        engine_plugins = resolution.engine_plugins(
+            deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin,
         )  # fmt: skip
         if fp16:
             mixed_precision = resolution.one_value("precision", {"mixed_precision": mixed_precision, "fp16": "fp16"})
@@ -146,10 +144,15 @@ class Accelerator:
         self.dataloader_config = resolution.loader_configuration(dataloader_config, split_batches)
         self.project_configuration = resolution.project_configuration(project_config, project_dir)
         self.profile_handler: ProfileKwargs | None = None
-        self.strategy, self.precision = self._set_up(strategy, device, cpu, mixed_precision, kwargs_handlers)
+        engine = strategies.create(
+            strategy, size=environment.detect().size, plugins=engine_plugins, parallelism=parallelism_config
+        )
+        self.strategy, self.precision = self._set_up(engine, device, cpu, mixed_precision, kwargs_handlers)
         self.world: World = self.strategy.world
         self.gradient_state = GradientState(plugin)
-        self.state = AcceleratorState(self.precision.mixed_precision, dynamo_plugin=self.dynamo_plugin)
+        self.state = AcceleratorState(
+            self.precision.mixed_precision, dynamo_plugin=self.dynamo_plugin, **resolution.slots(self.strategy)
+        )
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = resolution.rng_types(rng_types)
@@ -167,13 +170,16 @@ class Accelerator:
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def _set_up(
-        self, strategy: Any, device: Any, cpu: bool, mixed_precision: Any, kwargs_handlers: list[KwargsHandler] | None
+        self,
+        engine: Strategy,
+        device: Any,
+        cpu: bool,
+        mixed_precision: Any,
+        kwargs_handlers: list[KwargsHandler] | None,
     ) -> tuple[Strategy, Precision]:
         handlers = resolution.handlers_by_type(kwargs_handlers)
         self.profile_handler = handlers.get(ProfileKwargs)
-        placement = environment.detect()
-        engine = strategies.create(strategy, size=placement.size)
-        engine.setup(placement, device=device, cpu=cpu or environment.flag("USE_CPU"), settings=handlers)
+        engine.setup(environment.detect(), device=device, cpu=cpu or environment.flag("USE_CPU"), settings=handlers)
         AcceleratorState.establish(engine)
         word = resolution.precision_name(mixed_precision)
         precision = engine.precision(
@@ -300,35 +306,59 @@ class Accelerator:
         """The number of the next checkpoint under automatic naming."""
         return self.project_configuration.iteration
 
-    # What belongs to engines that are not part of this version
-    deepspeed_plugin = parallelism_config = torch_device_mesh = None
-    is_fsdp2 = is_composable_parallelism_enabled = False
+    # The engine's options and the places of this process in its mesh
+
     fp8_backend = FP8BackendType.NO
 
     @property
+    def deepspeed_plugin(self) -> Any:
+        """The options of DeepSpeed in force; None under another engine."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The degrees of parallelism in force; None where none were given."""
+        return self.strategy.parallelism
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The DeviceMesh of all processes; None where the engine has none."""
+        return self.strategy.mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by `fully_shard`."""
+        return self.strategy.name in ("fsdp", "hsdp")
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the engine can be combined with tensor, context and other parallelism."""
+        return self.is_fsdp2
+
+    @property
     def tensor_parallel_rank(self) -> int:
-        """Not part of this version: raises NotImplementedError, as its neighbours below do."""
-        raise not_in_this_version("tensor_parallel_rank", "process_index")
+        """This process's place among those that share each layer; RuntimeError without such a mesh, as below."""
+        return self.strategy.rank_in("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Not part of this version."""
-        raise not_in_this_version("pipeline_parallel_rank", "process_index")
+        """This process's place among the stages of the model."""
+        return self.strategy.rank_in("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Not part of this version."""
-        raise not_in_this_version("context_parallel_rank", "process_index")
+        """This process's place among those that share each sequence."""
+        return self.strategy.rank_in("cp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's rank among the replicas of the model."""
-        return self.world.rank
+        """This process's rank among the replicas of the model: among those that see different data."""
+        return self.strategy.data_world.rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Not part of this version."""
-        raise not_in_this_version("data_parallel_shard_rank", "data_parallel_rank")
+        """This process's place among those that share one replica's weights."""
+        return self.strategy.rank_in("dp_shard")
 
     # Preparing
 

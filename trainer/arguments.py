@@ -90,7 +90,7 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
             f"Expected as many processes as were launched. Received: devices × num_nodes = {size}, and num_processes=1 "
             "of the launch. Make them equal, or leave the number to one of both."
         )
-    strategy = create(None if strategy == "auto" else strategy, size=size)
+    strategy = create(strategy, size=size)
     if size > 1 and not strategy.launches:
         raise ValueError(
             f"Expected a strategy for several processes. Received: strategy={strategy.name!r} for {size} of them. "

@@ -29,19 +29,35 @@ from ..strategies.settings import (
     RNGType,
     TorchDynamoPlugin,
     check_num_steps,
-    not_in_this_version,
 )
 
+_PLUGINS = {
+    "deepspeed_plugin": "a DeepSpeedPlugin", "fsdp_plugin": "a FullyShardedDataParallelPlugin",
+    "megatron_lm_plugin": "a MegatronLMPlugin", "torch_tp_plugin": "a TorchTensorParallelPlugin",
+}  # fmt: skip
 HANDLERS = (
     AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs,
 )  # fmt: skip
 
 
-def refuse_absent_engines(**plugins: Any) -> None:
-    """Raises NotImplementedError for a plugin that was given, and whose engine is not part of this version."""
-    for name, plugin in plugins.items():
-        if plugin is not None:
-            raise not_in_this_version(name)
+def engine_plugins(*, deepspeed_plugin: Any, deepspeed_plugins: Any, **others: Any) -> list[Any]:
+    """Returns the option objects of engines that were given, each checked to be of the class that its argument takes.
+
+    Several of DeepSpeed come as a dict by names, the first of which is the one in force.
+    """
+    if isinstance(deepspeed_plugin, dict):
+        deepspeed_plugin, deepspeed_plugins = None, deepspeed_plugin
+    given = {"deepspeed_plugin": deepspeed_plugin, "deepspeed_plugins": deepspeed_plugins, **others}
+    for name, plugin in given.items():
+        if plugin is not None and name != "deepspeed_plugins" and getattr(plugin, "slot", None) != name:
+            raise TypeError(f"Expected {_PLUGINS[name]} for {name}. Received: {plugin!r}. Pass one of these.")
+    return [plugin for plugin in given.values() if plugin is not None]
+
+
+def slots(strategy: Any) -> dict[str, Any]:
+    """Returns the option objects of an engine by the names that AcceleratorState has for them."""
+    found = {} if strategy.plugin is None else {strategy.plugin.slot: strategy.plugin}
+    return {"parallelism_config": strategy.parallelism, **found}
 
 
 def handlers_by_type(handlers: list[KwargsHandler] | None) -> dict[type, Any]:

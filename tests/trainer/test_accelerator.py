@@ -66,11 +66,12 @@ def prepared(accelerator=None, **options):
         ({"mixed_precision": "fp8"}, NotImplementedError, "fp8 is not part of this version"),
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'"),
         ({"strategy": "fsdp"}, NotImplementedError, "Use strategy='ddp'"),
-        ({"fsdp_plugin": object()}, NotImplementedError, "FSDP .FullyShardedDataParallelPlugin. is not part of this"),
-        ({"deepspeed_plugin": object()}, NotImplementedError, "DeepSpeed .* is not part of this version"),
-        ({"megatron_lm_plugin": object()}, NotImplementedError, "Megatron-LM"),
-        ({"torch_tp_plugin": object()}, NotImplementedError, "Tensor parallelism"),
-        ({"parallelism_config": object()}, NotImplementedError, "ParallelismConfig"),
+        ({"fsdp_plugin": object()}, TypeError, "Expected a FullyShardedDataParallelPlugin for fsdp_plugin"),
+        ({"deepspeed_plugin": object()}, TypeError, "Expected a DeepSpeedPlugin"),
+        ({"megatron_lm_plugin": object()}, TypeError, "Expected a MegatronLMPlugin"),
+        ({"torch_tp_plugin": object()}, TypeError, "Expected a TorchTensorParallelPlugin"),
+        ({"parallelism_config": object()}, TypeError, "parallelism_config to be a ParallelismConfig"),
+        ({"strategy": object()}, TypeError, "a strategy, its name, or an engine's options"),
         ({"device": "cuda", "cpu": True}, ValueError, "cpu=True, device='cuda'"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "one AutocastKwargs"),
         ({"kwargs_handlers": ["autocast"]}, TypeError, "Received: 'autocast'"),
@@ -108,7 +109,7 @@ def test_defaults():
     assert accelerator.save_iteration == 0 and accelerator.fp8_backend.value == "NO"
     assert accelerator.strategy.name == "single" and accelerator.world.size == 1
     assert accelerator.deepspeed_plugin is accelerator.parallelism_config is None
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(RuntimeError, match="a mesh with a dimension 'tp'"):
         accelerator.tensor_parallel_rank
 
 
