@@ -12,6 +12,7 @@ The first process writes everything that all share. How files become durable is 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .base import Strategy
 
 logger = logging.getLogger(__name__)
+_WEIGHTS = re.compile(r"model(_\d+)?(-\d{5}-of-\d{5}|-extra)?\.(safetensors(\.index\.json)?|json)")
+_SHARED = re.compile(rf"{_WEIGHTS.pattern}|(optimizer-\d+|training)\.(safetensors|json)")
 
 
 class Contents:
@@ -97,18 +100,21 @@ class Contents:
     ) -> dict[str, Any]:
         """Restores the given models and, unless `weights_only`, everything else; returns what `save` got as `extra`.
 
-        `positions` puts loaders back to their place within the epoch; else only their epoch is restored.
+        `positions` puts loaders back to their place within the epoch; else only their epoch is restored. Who wants no
+        half of a damaged checkpoint lets it fetch what `read_by` names before.
 
         Raises:
             ValueError: other objects were saved than are here; the message says which.
         """
+        saved = {} if weights_only else checkpoint.state("training")
+        if not weights_only:
+            self._check_counts(checkpoint, saved)
         for index, model in enumerate(models):
             state = load_module(checkpoint, name=weights_name(index))
             strategy.load_state_dict(model, state, strict=strict)
+            del state
         if weights_only:
             return {}
-        saved = checkpoint.state("training")
-        self._check_counts(checkpoint, saved)
         names = parameter_names(strategy.unwrap(model) for model in self.models)
         for index, optimizer in enumerate(self.optimizers):
             load_named_state(optimizer, checkpoint.state(f"optimizer-{index}"), names, label=f"optimizer {index}")
@@ -202,6 +208,14 @@ def _is_extra(key: str, value: Any) -> bool:
 def weights_name(index: int) -> str:
     """Returns the stem of the file with the weights of a model by its number."""
     return "model" if index == 0 else f"model_{index}"
+
+
+def read_by(rank: int, files: Iterable[str], *, weights_only: bool = False) -> list[str]:
+    """Returns which files of a checkpoint a process reads whole."""
+    if weights_only:
+        return [name for name in files if _WEIGHTS.fullmatch(name)]
+    own = {f"{rank_name(rank)}.{ending}" for ending in ("json", "safetensors")}
+    return [name for name in files if name in own or _SHARED.fullmatch(name)]
 
 
 def rank_name(rank: int) -> str:

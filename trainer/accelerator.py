@@ -917,7 +917,9 @@ class Accelerator:
         """
         options = checkpoint_folders.loading_options(strict, load_kwargs, load_model_func_kwargs)
         self.saves.wait()
-        checkpoint = checkpoint_folders.open_checkpoint(self.project_configuration, input_dir, self.world)
+        checkpoint = checkpoint_folders.open_checkpoint(
+            self.project_configuration, input_dir, self.world, weights_only=weights_only
+        )
         self._begin_windows()
         models = list(self._contents.models)
         for hook in self._load_hooks.values():

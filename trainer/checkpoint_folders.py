@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..strategies.checkpoint.folders import sweep
-from ..strategies.checkpoint.format import Checkpoint, Writer, newest, remove
+from ..strategies.checkpoint.format import Checkpoint, CheckpointError, Writer, ordered, remove
 from ..strategies.checkpoint.snapshot import Snapshot
+from ..strategies.contents import read_by
 from ..strategies.settings import ProjectConfiguration
 from ..strategies.world import World
 
@@ -57,35 +58,65 @@ def numbered_folder(config: ProjectConfiguration) -> Path:
     return Path(config.project_dir) / "checkpoints"
 
 
-def open_checkpoint(config: ProjectConfiguration, input_dir: str | os.PathLike | None, world: World) -> Checkpoint:
-    """Opens the given checkpoint, or the newest complete one under automatic naming; verified once, by rank 0.
+def open_checkpoint(
+    config: ProjectConfiguration,
+    input_dir: str | os.PathLike | None,
+    world: World,
+    *,
+    weights_only: bool = False,
+) -> Checkpoint:
+    """Opens the given checkpoint, or the newest complete one under automatic naming (collective).
+
+    Every rank has read what it loads, and together they have verified every file, before this returns: a damaged one
+    leaves nothing half loaded.
 
     Raises:
         ValueError: no folder is given or configured, or there is no checkpoint.
         CheckpointError: a file is missing or damaged; the message names it.
     """
-    found, problem = None, None
+    candidates, problem = None, None
     if world.rank == 0:
         try:
-            found = _verified(config, input_dir)
+            candidates = _candidates(config, input_dir)
         except Exception as error:
             problem = error
-    found, problem = world.broadcast_object((found, problem))
+    candidates, problem = world.broadcast_object((candidates, problem))
     if problem is not None:
         raise problem
-    assert found is not None
-    return Checkpoint.open(found, verify=False)
+    for path in candidates or []:
+        checkpoint, problem = _fetched(path, world, weights_only)
+        if problem is None:
+            assert checkpoint is not None
+            return checkpoint
+        if input_dir is not None:
+            raise problem
+        logger.warning("skipping a damaged checkpoint: %s", problem)
+    raise ValueError(f"Expected a checkpoint in {numbered_folder(config)}. Received: none. Save one first.")
 
 
-def _verified(config: ProjectConfiguration, input_dir: str | os.PathLike | None) -> Path:
+def _candidates(config: ProjectConfiguration, input_dir: str | os.PathLike | None) -> list[Path]:
     if input_dir is not None:
-        return Checkpoint.open(Path(input_dir)).directory
+        return [Path(os.path.abspath(input_dir))]
     if not config.automatic_checkpoint_naming:
         raise ValueError("Expected input_dir, or automatic_checkpoint_naming=True. Received: neither. Pass a folder.")
-    found = newest(numbered_folder(config))
-    if found is None:
-        raise ValueError(f"Expected a checkpoint in {numbered_folder(config)}. Received: none. Save one first.")
-    return found
+    return ordered(numbered_folder(config))
+
+
+def _fetched(path: Path, world: World, weights_only: bool) -> tuple[Checkpoint | None, Exception | None]:
+    """The checkpoint with what this rank loads, or the first rank's error, the same on all ranks."""
+    checkpoint, problem = None, None
+    try:
+        checkpoint = Checkpoint.open(path, verify=False)
+        names = read_by(world.rank, checkpoint.files, weights_only=weights_only)
+        checkpoint.fetch(names)
+        read = {name for rank in range(world.size) for name in read_by(rank, checkpoint.files, weights_only=weights_only)}
+        others = sorted(checkpoint.files.keys() - read)[world.rank :: world.size]
+        if found := checkpoint.examine(others):
+            raise CheckpointError(f"{checkpoint.directory} is damaged: " + "; ".join(found))
+    except Exception as error:
+        problem = error
+    problems = [error for error in world.gather_object(problem) if error is not None]
+    return (None, problems[0]) if problems else (checkpoint, None)
 
 
 def loading_options(strict: bool, *given: dict[str, Any] | None) -> dict[str, Any]:

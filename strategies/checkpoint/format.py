@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from .state import decode
 from .tensor_file import read_tensors
 from .writer import Writer
 
-__all__ = ["MANIFEST", "Checkpoint", "CheckpointError", "Writer", "complete", "newest", "remove"]
+__all__ = ["MANIFEST", "Checkpoint", "CheckpointError", "Writer", "complete", "newest", "ordered", "remove"]
 
 MANIFEST = manifest.NAME
-_THREADS = 4  # that verify a checkpoint of at least _LARGE bytes; hashing lets go of the interpreter's lock
+_THREADS = 4  # that read a checkpoint of at least _LARGE bytes; reading and hashing let go of the interpreter's lock
 _LARGE = 64 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class Checkpoint:
         self.manifest = contents
         self.files: dict[str, dict[str, Any]] = contents["files"]
         self._verified = verified
+        self._held: dict[str, Any] = {}  # what `fetch` has read: tensors by name, or bytes
 
     @classmethod
     def open(cls, directory: str | Path, verify: bool = True) -> Checkpoint:
@@ -60,10 +61,31 @@ class Checkpoint:
 
     def verify(self) -> list[str]:
         """Return what is wrong with the files, one sentence each; an empty list: nothing. Reads every byte."""
-        if sum(record["size"] for record in self.files.values()) < _LARGE:
-            return [problem for problem in map(self._examine, self.files) if problem]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return [problem for problem in pool.map(self._examine, self.files) if problem]
+        return self.examine(self.files)
+
+    def examine(self, names: Iterable[str]) -> list[str]:
+        """Return what is wrong with some of the files, as `verify` does with all."""
+        return [problem for problem in self._each(self._examine, names) if problem]
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Read these files, each once, and hold what is in them until it is asked for by `tensors`, `json` or `state`.
+
+        Raises CheckpointError, naming each file that is not whole; then nothing is held. Who fetches everything that
+        is to be loaded, before loading any of it, is never left with half of it.
+        """
+        held: dict[str, Any] = {}
+
+        def hold(name: str) -> str:
+            try:
+                held[name] = self.tensors(name) if name.endswith(".safetensors") else self.read(name)
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        problems = [problem for problem in self._each(hold, dict.fromkeys(names)) if problem]
+        if problems:
+            raise CheckpointError(f"{self.directory} is damaged: " + "; ".join(problems))
+        self._held.update(held)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a file of this name."""
@@ -71,6 +93,8 @@ class Checkpoint:
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes, verified."""
+        if isinstance(self._held.get(name), bytes):
+            return self._held.pop(name)
         with self._reader(name) as file:
             data = bytes(file.take(file.size))
             self._confirm(name, file)
@@ -87,6 +111,8 @@ class Checkpoint:
         a copy on the way where these are contiguous and on the CPU; the file is verified before the first of them
         is touched.
         """
+        if isinstance(self._held.get(name), dict):
+            return _moved(self._held.pop(name), into or {}, str(self.directory / name))
         if into and not self._verified and (problem := self._examine(name)):
             raise CheckpointError(problem)
         with self._reader(name) as file:
@@ -107,6 +133,14 @@ class Checkpoint:
         except CheckpointError as error:
             return str(error)
         return ""
+
+    def _each(self, action: Callable[[str], str], names: Iterable[str]) -> list[str]:
+        """What `action` says to each file; large ones are dealt with side by side."""
+        names = [*names]
+        if sum(self.files[name]["size"] for name in names if name in self.files) < _LARGE:
+            return [action(name) for name in names]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [*pool.map(action, names)]
 
     def _reader(self, name: str) -> HashingReader:
         if name not in self.files:
@@ -134,9 +168,20 @@ def newest(parent: str | Path, *, by: str = "step") -> Path | None:
     A damaged one is named in a warning, and the one before it is taken. Hidden folders are unfinished saves and do not
     count; a link such as `last` counts as what it points to.
     """
+    for directory in ordered(parent, by=by):
+        try:
+            Checkpoint.open(directory)
+            return directory
+        except CheckpointError as error:
+            _log.warning("skipping a damaged checkpoint: %s", error)
+    return None
+
+
+def ordered(parent: str | Path, *, by: str = "step") -> list[Path]:
+    """Return the checkpoints in a folder, the newest first, as `newest` looks at them; only manifests are read."""
     parent = Path(parent)
     if not parent.is_dir():
-        return None
+        return []
     folders.recover(parent)
     found: dict[Path, tuple[int, str, Path]] = {}
     for entry in sorted(parent.iterdir(), key=lambda entry: not entry.is_symlink()):  # its own name wins over a link's
@@ -145,13 +190,7 @@ def newest(parent: str | Path, *, by: str = "step") -> Path | None:
             real = Path(os.path.realpath(entry))
             step = -1 if contents.get("step") is None or by == "time" else contents["step"]
             found[real] = (step, contents["time"], real if entry.is_symlink() else entry)
-    for _, _, directory in sorted(found.values(), reverse=True):
-        try:
-            Checkpoint.open(directory)
-            return directory
-        except CheckpointError as error:
-            _log.warning("skipping a damaged checkpoint: %s", error)
-    return None
+    return [directory for _, _, directory in sorted(found.values(), reverse=True)]
 
 
 def complete(directory: str | Path) -> bool:
@@ -187,6 +226,20 @@ def remove(directory: str | Path) -> None:
         folders.release(hidden)
         raise
     folders.discard(hidden)
+
+
+def _moved(tensors: dict[str, Tensor], into: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
+    """Tensors that were read, those that have a place in `into` copied there; all names of one tensor stay one."""
+    for name in tensors.keys() & into.keys():
+        if tensors[name].shape != into[name].shape:
+            raise CheckpointError(
+                f"{place}: expected {name} to have the shape {list(into[name].shape)}. "
+                f"Received: {list(tensors[name].shape)}."
+            )
+    places: dict[int, Tensor] = {}
+    for name in tensors.keys() & into.keys():
+        places[id(tensors[name])] = into[name].detach().copy_(tensors[name])
+    return {name: into[name] if name in into else places.get(id(t), t) for name, t in tensors.items()}
 
 
 def _contents(directory: Path) -> dict[str, Any] | None:
