@@ -282,8 +282,16 @@ _EXPORTS: dict[str, str] = {
     "FullyShardedDataParallelPlugin": "strategies.settings",
     "TorchTensorParallelPlugin": "strategies.settings",
     "MegatronLMPlugin": "strategies.settings",
-    "FP8RecipeKwargs": "strategies.settings",
     "ParallelismConfig": "strategies.refusals",
+    "AORecipeKwargs": "strategies.fp8_recipes",
+    "TERecipeKwargs": "strategies.fp8_recipes",
+    "MSAMPRecipeKwargs": "strategies.fp8_recipes",
+    "FP8RecipeKwargs": "strategies.fp8_recipes",
+    "convert_model_to_fp8_ao": "strategies.float8",
+    "has_ao_layers": "strategies.float8",
+    "find_first_last_linear_layers": "strategies.float8",
+    "filter_linear_layers": "strategies.float8",
+    "filter_first_and_last_linear_layers": "strategies.float8",
 }
 """Name → the module that defines it."""
 
@@ -540,8 +548,16 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.settings import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from .strategies.settings import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from .strategies.settings import MegatronLMPlugin as MegatronLMPlugin
-    from .strategies.settings import FP8RecipeKwargs as FP8RecipeKwargs
     from .strategies.refusals import ParallelismConfig as ParallelismConfig
+    from .strategies.fp8_recipes import AORecipeKwargs as AORecipeKwargs
+    from .strategies.fp8_recipes import TERecipeKwargs as TERecipeKwargs
+    from .strategies.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from .strategies.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
+    from .strategies.float8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+    from .strategies.float8 import has_ao_layers as has_ao_layers
+    from .strategies.float8 import find_first_last_linear_layers as find_first_last_linear_layers
+    from .strategies.float8 import filter_linear_layers as filter_linear_layers
+    from .strategies.float8 import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
 
 
 def __getattr__(name: str) -> Any:

@@ -110,9 +110,10 @@ class Strategy:
         *,
         autocast: AutocastKwargs | None = None,
         scaler: GradScalerKwargs | None = None,
+        **options: Any,
     ) -> Precision:
-        """Returns the precision that a word names, as this engine computes it."""
-        return precisions.create(name, self.device, autocast=autocast, scaler=scaler)
+        """Returns the precision that a word names, as this engine computes it; further options as `create` takes."""
+        return precisions.create(name, self.device, autocast=autocast, scaler=scaler, **options)
 
     # Preparing
 

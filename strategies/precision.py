@@ -6,6 +6,7 @@ whether mixed precision is on. Words, in the Trainer's spelling and in Accelerat
     32-true 32 no          float32                          64-true 64       float64
     bf16-mixed bf16        autocast to bfloat16             bf16-true        parameters and inputs in bfloat16
     16-mixed 16 fp16       autocast to float16, scaled loss 16-true          parameters and inputs in float16
+    fp8-mixed fp8          autocast to bfloat16, products of linear layers in 8-bit floats (torchao)
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from typing import Any
 import torch
 
 from .contexts import NOTHING, DefaultDtype, Reentrant
+from .float8 import configuration, convert_model_to_fp8_ao, has_ao_layers, require_float8
 from .forwards import replace_forward, restore_forward
+from .fp8_recipes import AORecipeKwargs
 from .nested import convert_to_fp32, recursively_apply
-from .settings import AutocastKwargs, GradScalerKwargs, not_in_this_version
+from .settings import AutocastKwargs, FP8BackendType, GradScalerKwargs, not_in_this_version
 
 _WORDS = {
     "no": "32-true", "32": "32-true", "32-true": "32-true", "64": "64-true", "64-true": "64-true",
     "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed", "16-mixed": "16-mixed",
-    "bf16-true": "bf16-true", "16-true": "16-true",
+    "bf16-true": "bf16-true", "16-true": "16-true", "fp8": "fp8-mixed", "fp8-mixed": "fp8-mixed",
 }  # fmt: skip
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -36,12 +39,13 @@ def create(
     *,
     autocast: AutocastKwargs | None = None,
     scaler: GradScalerKwargs | None = None,
+    fp8: AORecipeKwargs | None = None,
 ) -> Precision:
     """Returns the precision that a word names, on a device; `None` is full precision.
 
     Raises:
         ValueError: the word is unknown, or the device cannot compute in that format.
-        NotImplementedError: the word is fp8.
+        ImportError: the word is fp8, and torchao is missing.
     """
     word = canonical_name(name)
     if device.type == "cuda" and word.startswith("bf16") and not torch.cuda.is_bf16_supported():
@@ -52,14 +56,16 @@ def create(
         return TruePrecision(word, _TRUE[word])
     if word == "bf16-mixed":
         return Autocast(word, torch.bfloat16, device, autocast)
+    if word == "fp8-mixed":
+        return Float8(word, torch.bfloat16, device, autocast, fp8)
     return Scaled(word, torch.float16, device, autocast, scaler)
 
 
 def canonical_name(name: str | int | None) -> str:
     """Returns the full spelling of a precision: `canonical_name("bf16")` is `"bf16-mixed"`."""
     word = "no" if name is None else str(getattr(name, "value", name)).lower()
-    if word == "fp8":
-        raise not_in_this_version("fp8", "mixed_precision='bf16'")
+    if word.startswith("transformer-engine"):
+        raise not_in_this_version(f"Transformer Engine ({word})", "'fp8-mixed', which is torchao")
     if word not in _WORDS:
         near = difflib.get_close_matches(word, _WORDS, n=1)
         advice = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
@@ -79,6 +85,7 @@ class Precision:
     dtype = torch.float32
     scaler: Any = None
     skipped_steps = 0
+    fp8_backend = FP8BackendType.NO
 
     def prepare_model(self, model: torch.nn.Module, *, evaluation: bool = False) -> torch.nn.Module:
         """Makes the model's own forward compute in this precision; the model stays the same object."""
@@ -167,7 +174,7 @@ class Autocast(Precision):
         self, name: str, dtype: torch.dtype, device: torch.device, options: AutocastKwargs | None = None
     ) -> None:
         self.name = name
-        self.mixed_precision = {"bf16-mixed": "bf16", "16-mixed": "fp16"}[name]
+        self.mixed_precision = {"bf16-mixed": "bf16", "16-mixed": "fp16", "fp8-mixed": "fp8"}[name]
         self.dtype = dtype
         self.device = device
         self._context = self._reentrant(options or AutocastKwargs())
@@ -199,6 +206,28 @@ class Autocast(Precision):
 
     def autocast(self, handler: AutocastKwargs | None = None) -> Any:
         return self._context if handler is None else self._reentrant(handler)
+
+
+class Float8(Autocast):
+    """Autocast to bfloat16, and the linear layers of each prepared model multiply in 8-bit floats: fp8-mixed.
+
+    `sharded` (settable): the engine shards weights, and may gather them in 8 bits.
+    """
+
+    fp8_backend = FP8BackendType.AO
+    sharded = False
+
+    def __init__(self, name: str, dtype: torch.dtype, device: torch.device, options: AutocastKwargs | None = None,
+                 recipe: AORecipeKwargs | None = None) -> None:
+        require_float8(device)
+        super().__init__(name, dtype, device, options)
+        self.recipe = recipe or AORecipeKwargs()
+
+    def prepare_model(self, model: torch.nn.Module, *, evaluation: bool = False) -> torch.nn.Module:
+        if not has_ao_layers(model):
+            config = configuration(self.recipe, sharded=self.sharded)
+            model = convert_model_to_fp8_ao(model, config, self.recipe.module_filter_func)
+        return super().prepare_model(model, evaluation=evaluation)
 
 
 class Scaled(Autocast):

@@ -443,7 +443,6 @@ _INSTEAD = {
     "TorchTensorParallelPlugin": ("Tensor parallelism", 'strategy="ddp"'),
     "MegatronLMPlugin": ("Megatron-LM", 'strategy="ddp"'),
     "ParallelismConfig": ("A mesh of several kinds of parallelism", 'strategy="ddp"'),
-    "FP8RecipeKwargs": ("fp8", 'mixed_precision="bf16"'),
 }
 
 
@@ -473,10 +472,6 @@ class TorchTensorParallelPlugin(_Absent):
 
 class MegatronLMPlugin(_Absent):
     """Megatron-LM's settings: not part of this version."""
-
-
-class FP8RecipeKwargs(_Absent):
-    """Settings of fp8, whatever its backend: not part of this version."""
 
 
 def _check(condition: bool, expected: str, **received: Any) -> None:

@@ -32,11 +32,11 @@ def test_words(word, name, accelerates, kind):
     assert (made.name, made.mixed_precision, type(made)) == (name, accelerates, kind)
 
 
-def test_unknown_words_name_the_nearest_and_fp8_what_to_use():
+def test_unknown_words_name_the_nearest_and_transformer_engine_what_to_use():
     with pytest.raises(ValueError, match="Received: precision='bf16-mixd'. Did you mean 'bf16-mixed'"):
         precisions.create("bf16-mixd", CPU)
-    with pytest.raises(NotImplementedError, match="fp8 is not part of this version of drivetrain. Use mixed_precision="):
-        precisions.create("fp8", CPU)
+    with pytest.raises(NotImplementedError, match="Transformer Engine .* Use 'fp8-mixed', which is torchao, instead"):
+        precisions.create("transformer-engine", CPU)
 
 
 def test_full_precision_touches_nothing():
