@@ -1,6 +1,6 @@
-"""Weights in files, as Accelerate's functions name it: saving, loading, putting into a model. No pickle is read.
+"""Weights in files, as Accelerate's functions name it: saving, loading, putting into a model.
 
-What is written and read is safetensors.
+Files are safetensors, or torch's own where that is asked for; nothing that is read can run code (see torch_files.py).
 """
 
 from __future__ import annotations
@@ -13,55 +13,73 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from . import torch_files
 from . import world as worlds
+from .checkpoint.files import CheckpointError
 from .checkpoint.tensors import load_weights
 from .sizes import id_tensor_storage
+from .wrappers import model_has_dtensor
 
 def save(
     obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Writes a dict of tensors as a safetensors file, on the first process (or on the first of each machine).
+    """Writes an object on the first process (or on the first of each machine): by `torch.save`, to a path or open file.
 
-    The file is safetensors whatever `safe_serialization` says; it appears complete.
+    With `safe_serialization=True` it is a dict of tensors and becomes a safetensors file, shared memory stored once.
+    A path appears complete.
 
     Raises:
-        TypeError: the object holds something else: pickles are not written.
+        TypeError: the object is to be safetensors, and holds something else.
     """
+    world = worlds.current()
+    if (world.local_rank if save_on_each_node else world.rank) != 0:
+        return
+    if not safe_serialization:
+        torch_files.save_file(obj, f)
+        return
     if not isinstance(obj, Mapping) or not all(isinstance(key, str) for key in obj):
         raise TypeError(_only_tensors(obj))
     state = clean_state_dict_for_safetensors(obj)
     if not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise TypeError(_only_tensors(obj))
-    world = worlds.current()
-    if (world.local_rank if save_on_each_node else world.rank) == 0:
-        path = Path(f)
-        part = path.with_name(f".{path.name}.part")
-        save_file({name: value.detach().cpu() for name, value in state.items()}, part, metadata={"format": "pt"})
-        os.replace(part, path)
+    path = Path(f)
+    part = path.with_name(f".{path.name}.part")
+    save_file({name: value.detach().cpu() for name, value in state.items()}, part, metadata={"format": "pt"})
+    os.replace(part, path)
 
 
-def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a safetensors file, on the device `map_location` (default: the CPU).
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Returns what a file of `save` holds, on the device `map_location`: of safetensors, or of torch's own format.
+
+    The latter is read as plain data (`weights_only=True`), whatever else it holds: no code of a file runs.
 
     Raises:
-        CheckpointError: the file is none of safetensors: pickles can run code, and are not read.
-        TypeError: arguments are given that only mean something for pickles (but `weights_only`, which holds anyway).
+        CheckpointError: the file holds other objects, or is damaged.
+        ValueError: `weights_only=False` is asked for.
+        TypeError: another argument is given that only means something for pickles.
     """
-    unknown = sorted(set(kwargs) - {"weights_only", "mmap"})
+    if not kwargs.pop("weights_only", True):
+        raise ValueError(
+            "Expected weights_only=True. Received: weights_only=False, with which loading a file can run its code. "
+            "Leave it out; if you trust the file, read it with torch.load."
+        )
+    unknown = sorted(set(kwargs) - {"mmap"})
     if unknown:
         raise TypeError(f"Expected no arguments for pickles. Received: {', '.join(unknown)}. Leave them out.")
+    if hasattr(f, "read") or torch_files.is_torch_file(f):
+        return torch_files.load_file(f, map_location, **kwargs)
     return load_state_dict(f, None if map_location is None else {"": map_location})
 
 
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a safetensors file, on the devices that `device_map` gives to names or their beginnings.
+    """Returns the tensors of a safetensors or .bin file, on the devices that `device_map` gives to names or beginnings.
 
     Raises:
-        CheckpointError: the file is none of safetensors: pickles can run code, and are not read.
+        CheckpointError: the file holds something else, or is damaged.
     """
-    state = load_weights(checkpoint_file, foreign=True)
+    state = _read(Path(checkpoint_file))
     if device_map is None:
         return state
     return {name: tensor.to(_place(name, device_map)) for name, tensor in state.items()}
@@ -81,10 +99,12 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Loads weights into a model: from a safetensors file, a folder of them, or an index of shards.
+    """Loads weights into a model: from a safetensors or .bin file, a folder of them, or an index of shards.
 
     `dtype` converts floating-point weights, but not those of modules in `keep_in_fp32_modules`. `strict` refuses
-    missing and unexpected names. Parameters on "meta" become real ones.
+    missing and unexpected names. Parameters on "meta" become real ones, sharded ones take their part. With
+    `broadcast_from_rank0` only the first process reads; `full_state_dict=False` says that the file holds this
+    process's shards alone. Nothing is ever offloaded, so that `offload_state_dict` and `offload_buffers` change nothing.
 
     Raises:
         ValueError: a device map over several devices or an offload is asked for, which drivetrain does not have.
@@ -95,15 +115,33 @@ def load_checkpoint_in_model(
             f"Expected weights for one device. Received: device_map={device_map}, offload_folder={offload_folder}, "
             f"offload_8bit_bnb={offload_8bit_bnb}. Leave these out: models are not spread or offloaded here."
         )
-    path = Path(checkpoint)
-    if path.name.endswith(".index.json"):
-        path = path.parent
-    state = load_weights(path, name=_name_in(path), foreign=True)
+    reads = worlds.current().rank == 0 or not broadcast_from_rank0
+    state = _read(Path(checkpoint)) if reads else {}
     state = {name: _converted(name, value, dtype, keep_in_fp32_modules or []) for name, value in state.items()}
     if devices:
         state = {name: value.to(next(iter(devices))) for name, value in state.items()}
+    if broadcast_from_rank0 or not full_state_dict or model_has_dtensor(model):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(
+            full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
+        )
+        set_model_state_dict(model, state, options=options)
+        return
     on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     model.load_state_dict(state, strict=strict, assign=on_meta)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """The weights in a file, a folder or behind an index, in whichever format they are; safetensors come first."""
+    if path.name.endswith(".index.json"):
+        path = path.parent
+    if not path.exists():
+        raise CheckpointError(f"Expected a file or folder of weights. Received: {path}, which is not there. Correct it.")
+    if path.is_dir():
+        stored = any(path.glob("*.safetensors*")) or not torch_files.has_weights(path)
+        return load_weights(path, name=_name_in(path), foreign=True) if stored else torch_files.load_weights(path)
+    return torch_files.load_weights(path) if torch_files.is_torch_file(path) else load_weights(path, foreign=True)
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:

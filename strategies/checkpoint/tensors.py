@@ -55,7 +55,7 @@ def save_weights(
     if isinstance(target, (str, os.PathLike)):
         return _PlainFolder(Path(target)).save(state_dict, name, max_shard_size)
     unique, aliases = split_aliases(state_dict)
-    shards = _shards(unique, _size(max_shard_size))
+    shards = shards_of(unique, max_shard_size)
     names = [f"{name}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [f"{name}.safetensors"]
@@ -96,6 +96,20 @@ def load_weights(
     if path.is_file():
         return _read_foreign(path, into)
     return _gather(_Foreign(path), name, into)
+
+
+def shards_of(tensors: Mapping[str, Tensor], max_shard_size: int | str) -> list[dict[str, Tensor]]:
+    """Return the tensors in files of at most `max_shard_size` each (bytes, "10GB"); a larger one gets its own."""
+    limit = room = _size(max_shard_size)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        size = data_size([tensor])
+        if size > room and shards[-1]:
+            shards.append({})
+            room = limit
+        shards[-1][name] = tensor
+        room -= size
+    return shards
 
 
 def clean_keys(state_dict: Mapping[str, Value], module: nn.Module | None = None) -> dict[str, Value]:
@@ -213,19 +227,6 @@ def _gather(files: _Verified | _Foreign, name: str, into: Mapping[str, Tensor] |
 def _read_foreign(path: Path, into: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     with HashingReader(path, follow=True) as file:  # Hugging Face's cache is made of links
         return read_tensors(file, into=into)[0]
-
-
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    room = limit
-    for name, tensor in tensors.items():
-        size = data_size([tensor])
-        if size > room and shards[-1]:
-            shards.append({})
-            room = limit
-        shards[-1][name] = tensor
-        room -= size
-    return shards
 
 
 def _size(text: int | str) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import drivetrain
-from drivetrain.strategies.checkpoint import CheckpointError, save_weights
+from drivetrain.strategies import torch_files
+from drivetrain.strategies.checkpoint import CheckpointError, Writer, save_weights
 from drivetrain.tests.distributed import run
 
 
@@ -26,33 +31,82 @@ class Tied(nn.Module):
 
 def test_saved_tensors_come_back(tmp_path):
     weights = {"a": torch.arange(4.0), "b": torch.arange(6).view(2, 3).t()}
-    drivetrain.save(weights, tmp_path / "state.bin")
-    found = drivetrain.load(tmp_path / "state.bin", map_location="cpu", weights_only=True)
+    drivetrain.save(weights, tmp_path / "state.safetensors", safe_serialization=True)
+    found = drivetrain.load(tmp_path / "state.safetensors", map_location="cpu", weights_only=True)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
-    assert load_file(tmp_path / "state.bin")["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert [path.name for path in tmp_path.iterdir()] == ["state.bin"]
+    assert load_file(tmp_path / "state.safetensors")["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
-def test_pickles_are_neither_written_nor_read(tmp_path):
+def test_safetensors_hold_tensors_only(tmp_path):
     with pytest.raises(TypeError, match="Expected a dict of tensors by name. Received: dict"):
-        drivetrain.save({"step": 3}, tmp_path / "x")
+        drivetrain.save({"step": 3}, tmp_path / "x", safe_serialization=True)
     with pytest.raises(TypeError, match="Received: Linear"):
-        drivetrain.save(nn.Linear(1, 1), tmp_path / "x")
-    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="x.pt"):
-        drivetrain.load(tmp_path / "x.pt")
+        drivetrain.save(nn.Linear(1, 1), tmp_path / "x", safe_serialization=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_torchs_own_files_go_there_and_back(tmp_path):
+    state = {"step": 3, "weights": OrderedDict(a=torch.arange(3.0)), "rows": [(1, "a"), None], "seen": np.arange(3)}
+    drivetrain.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=False)["step"] == 3  # as torch.save writes it
+    found = drivetrain.load(tmp_path / "state.pt", map_location="cpu")
+    assert found["step"] == 3 and found["rows"] == state["rows"] and found["weights"]["a"].tolist() == [0, 1, 2]
+    assert found["seen"].tolist() == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+    buffer = io.BytesIO()
+    drivetrain.save(state, buffer)
+    buffer.seek(0)
+    assert drivetrain.load(buffer)["step"] == 3
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (os.fspath(self.place),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_file_that_is_loaded_runs_code(legacy, tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1), "b": Trap(tmp_path / "ran")}, path, _use_new_zipfile_serialization=not legacy)
+    for load in (drivetrain.load, drivetrain.load_state_dict):
+        with pytest.raises(CheckpointError, match="Expected tensors and plain values in .*pytorch_model.bin"):
+            load(path)
+    for place in (path, tmp_path):
+        with pytest.raises(CheckpointError, match="loading other objects can run code"):
+            drivetrain.load_checkpoint_in_model(nn.Linear(1, 1), place)
+    with pytest.raises(ValueError, match="Expected weights_only=True. Received: weights_only=False"):
+        drivetrain.load(path, weights_only=False)
     with pytest.raises(TypeError, match="pickle_module"):
-        drivetrain.load(tmp_path / "x.pt", pickle_module=json)
+        drivetrain.load(path, pickle_module=json)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_no_file_of_weights(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing.bin, which is not there"):
+        drivetrain.load_state_dict(tmp_path / "nothing.bin")
+    torch.save({"a": 1}, tmp_path / "numbers.bin")
+    with pytest.raises(CheckpointError, match="Expected tensors by name in .*numbers.bin"):
+        drivetrain.load_state_dict(tmp_path / "numbers.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../numbers.bin"}}')
+    with pytest.raises(CheckpointError, match="which is no file of this folder"):
+        drivetrain.load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
 
 
 def test_only_the_first_process_saves(tmp_path):
     def rank(rank):
         drivetrain.save({"rank": torch.tensor([rank])}, tmp_path / "state")
+        drivetrain.save({"rank": torch.tensor([rank])}, tmp_path / "safe", safe_serialization=True)
         drivetrain.wait_for_everyone()
-        return drivetrain.load(tmp_path / "state")["rank"].item()
+        return [drivetrain.load(tmp_path / name)["rank"].item() for name in ("state", "safe")]
 
-    assert run(rank, 2) == [0, 0]
+    assert run(rank, 2) == [[0, 0]] * 2
 
 
 def test_shared_memory_is_stored_once():
@@ -64,6 +118,42 @@ def test_devices_by_the_longest_beginning(tmp_path):
     save_file({"a.b.w": torch.ones(1), "a.w": torch.ones(1), "c": torch.ones(1)}, tmp_path / "m.safetensors")
     found = drivetrain.load_state_dict(tmp_path / "m.safetensors", {"a": "meta", "a.b": "cpu"})
     assert {name: value.device.type for name, value in found.items()} == {"a.b.w": "cpu", "a.w": "meta", "c": "cpu"}
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_folder_of_torchs_files_goes_into_a_model(shards, tmp_path):
+    source = Tied()
+    with Writer(tmp_path / "weights") as writer:
+        names = torch_files.save_weights(writer, source.state_dict(), max_shard_size=36 if shards else "1GB")
+        writer.commit()
+    expected = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    assert names == (expected if shards else ["pytorch_model.bin"])
+    for name in ["", names[-1]]:
+        model = Tied()
+        drivetrain.load_checkpoint_in_model(model, tmp_path / "weights" / name, strict=True)
+        assert torch.equal(model.first.weight, source.first.weight) and model.second.weight is model.first.weight
+
+
+def test_weights_in_two_formats_are_read_from_safetensors(tmp_path):
+    save_file({"weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    torch.save({"weight": torch.zeros(1, 1)}, tmp_path / "pytorch_model.bin")
+    model = nn.Linear(1, 1, bias=False)
+    drivetrain.load_checkpoint_in_model(model, tmp_path)
+    assert model.weight.item() == 1.0
+
+
+def test_only_the_first_process_reads_where_that_is_asked_for(tmp_path):
+    """The file is on the first machine's disk alone."""
+    save_file({"weight": torch.full((1, 1), 5.0), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
+
+    def rank(rank):
+        model = nn.Linear(1, 1)
+        drivetrain.load_checkpoint_in_model(
+            model, tmp_path if rank == 0 else tmp_path / "nowhere", broadcast_from_rank0=True, strict=True
+        )
+        return model.weight.item(), model.bias.item()
+
+    assert run(rank, 2) == [(5.0, 1.0)] * 2
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -80,7 +170,7 @@ def test_a_folder_of_weights_goes_into_a_model(shards, tmp_path):
 
 def test_an_empty_model_is_filled(tmp_path):
     source = Tied()
-    drivetrain.save(source.state_dict(), tmp_path / "model.safetensors")
+    drivetrain.save(source.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
     with drivetrain.init_empty_weights():
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     assert all(p.is_meta and p.requires_grad for p in model.parameters())
@@ -97,7 +187,7 @@ def test_an_empty_model_is_filled(tmp_path):
 
 def test_some_modules_keep_float32(tmp_path):
     model = nn.ModuleDict({"norm": nn.Linear(1, 1), "rest": nn.Linear(1, 1)})
-    drivetrain.save(model.state_dict(), tmp_path / "model.safetensors")
+    drivetrain.save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
     with drivetrain.init_empty_weights():
         empty = nn.ModuleDict({"norm": nn.Linear(1, 1), "rest": nn.Linear(1, 1)})
     drivetrain.load_checkpoint_in_model(empty, tmp_path, dtype=torch.bfloat16, keep_in_fp32_modules=["norm"])
@@ -105,7 +195,7 @@ def test_some_modules_keep_float32(tmp_path):
 
 
 def test_device_maps_and_wrong_names_are_errors(tmp_path):
-    drivetrain.save(nn.Linear(1, 1).state_dict(), tmp_path / "model.safetensors")
+    drivetrain.save(nn.Linear(1, 1).state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
     with pytest.raises(ValueError, match="Expected weights for one device"):
         drivetrain.load_checkpoint_in_model(nn.Linear(1, 1), tmp_path, device_map={"a": "cpu", "b": "disk"})
     with pytest.raises(RuntimeError, match="Missing key"):
