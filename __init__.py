@@ -33,7 +33,10 @@ _EXPORTS: dict[str, str] = {
     "EarlyStopping": "callbacks.early_stopping",
     "GradientAccumulation": "callbacks.accumulation",
     "GradientClipping": "callbacks.clipping",
+    "DeviceStatsMonitor": "callbacks.device_stats",
     "LearningRateMonitor": "callbacks.lr_monitor",
+    "NormMonitor": "callbacks.norms",
+    "ThroughputMonitor": "callbacks.throughput",
     "ModelCheckpoint": "callbacks.checkpoint",
     "ModelSummary": "callbacks.summary",
     "OnExceptionCheckpoint": "callbacks.checkpoint",
@@ -312,7 +315,10 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .callbacks.clipping import GradientClipping as GradientClipping
     from .callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from .callbacks.device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from .callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from .callbacks.norms import NormMonitor as NormMonitor
+    from .callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from .callbacks.profiler import Profiler as Profiler
     from .callbacks.progress import Progress as Progress
     from .callbacks.summary import ModelSummary as ModelSummary

@@ -36,6 +36,7 @@ class Strategy:
     name = "single"
     launches = False
     start_method: str | None = None
+    shows_gradients = True  # `parameter.grad` is what the loss gave, before an optimizer steps
     plugin: Any = None  # the option object that it was made from
     parallelism: Any = None  # its ParallelismConfig
     mesh: Any = None  # the DeviceMesh of its ranks, after `setup`
