@@ -122,6 +122,7 @@ class TorchWorld(World):
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         self.backend = backends.get(self.device.type) or dist.get_backend()
         self._devices = set(backends) - {"mps"}  # gloo says that it serves mps, and fails
+        self._group: Any = None  # torch's name for the group of all ranks
         self._cpu_group = dist.group.WORLD if "cpu" in backends else dist.new_group(backend="gloo")
         self._owned, self._closed, self._pid = owned, False, os.getpid()
         if self.backend == "gloo":
@@ -191,7 +192,7 @@ class TorchWorld(World):
         routed, group = self._route(tensor)
         wire = routed.contiguous()
         if wire.numel():
-            dist.broadcast(as_bytes(wire), src, group=group)
+            dist.broadcast(as_bytes(wire), group=group, group_src=src)
         with torch.inference_mode(tensor.is_inference()):
             return _write(tensor, wire)
 
@@ -239,7 +240,7 @@ class TorchWorld(World):
     def _route(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """The tensor without its graph where a group can reach it, and that group."""
         data = tensor.detach()
-        return (data, None) if data.device.type in self._devices else (data.cpu(), self._cpu_group)
+        return (data, self._group) if data.device.type in self._devices else (data.cpu(), self._cpu_group)
 
 
 def current() -> World:
