@@ -30,6 +30,7 @@ _EXPORTS: dict[str, str] = {
     "Preemption": "callbacks.preemption",
     "Stalled": "callbacks.watchdog",
     "Watchdog": "callbacks.watchdog",
+    "CheckpointUpload": "callbacks.upload",
     "EarlyStopping": "callbacks.early_stopping",
     "GradientAccumulation": "callbacks.accumulation",
     "GradientClipping": "callbacks.clipping",
@@ -312,6 +313,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.base import Callback as Callback
     from .callbacks.base import LambdaCallback as LambdaCallback
     from .callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
+    from .callbacks.upload import CheckpointUpload as CheckpointUpload
     from .callbacks.checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .callbacks.clipping import GradientClipping as GradientClipping
     from .callbacks.early_stopping import EarlyStopping as EarlyStopping

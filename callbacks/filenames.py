@@ -47,7 +47,8 @@ def folder(dirpath: Any) -> Path:
     """Return a folder's absolute path; raises ValueError for what is none on this machine."""
     if not isinstance(dirpath, (str, os.PathLike)) or "://" in str(dirpath):
         raise ValueError(
-            f"Expected a folder on this machine. Received: dirpath={dirpath!r}. Copy finished checkpoints elsewhere."
+            f"Expected a folder on this machine. Received: dirpath={dirpath!r}. Have them copied elsewhere "
+            "by CheckpointUpload."
         )
     return Path(dirpath).expanduser().absolute()
 

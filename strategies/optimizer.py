@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .gradients import GradientState
+from .optimizer_order import IN_ORDER, named_in_order
 from .precision import Precision
 
 Step = Callable[[torch.optim.Optimizer, Any], "tuple[bool, Any]"]
@@ -163,6 +164,8 @@ def load_named_state(
     """
     optimizer = unwrap_optimizer(optimizer)
     by_group = _names_by_group(optimizer, names)
+    if saved.get(IN_ORDER):
+        saved = named_in_order(saved, optimizer.param_groups, by_group, label)
     _compare_groups(by_group, [group["params"] for group in saved["param_groups"]], label)
     current = optimizer.state_dict()
     index: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from ..strategies.checkpoint.folders import sweep
 from ..strategies.checkpoint.format import Checkpoint, newest
 from ..strategies.checkpoint.state import encode
 from ..strategies.contents import load_module
+from .remote_checkpoints import Remote, brought, found_at, newest_copy
 
 if TYPE_CHECKING:
     from .loop import FitLoop
@@ -53,6 +54,8 @@ class RunState:
         session = self.trainer.session
         if session is None or session.stage != "fit" or "progress" not in state:
             return
+        if "loader" not in state:
+            state = self._completed(session, state)
         self.trainer.progress.load_state_dict(state["progress"])
         session.train_loader.load_state_dict(state["loader"])
         session.metrics.load_state_dict(state["metrics"])
@@ -67,6 +70,14 @@ class RunState:
         if session.datamodule is not None:
             session.datamodule.load_state_dict(state["datamodule"])
         session.hooks.fire("on_load_checkpoint", state["entries"])
+
+    def _completed(self, session: Session, state: dict[str, Any]) -> dict[str, Any]:
+        """What another library has not saved, as it is at the beginning of an epoch."""
+        progress = self.trainer.progress.state_dict() | state["progress"]
+        loader = {"epoch": progress["epoch"], "samples": 0, "seed": session.train_loader.state_dict()["seed"]}
+        datamodule = session.datamodule.state_dict() if session.datamodule is not None else {}
+        now = {"metrics": session.metrics.state_dict(), "callbacks": {}, "datamodule": datamodule, "entries": {}}
+        return now | state | {"progress": progress, "loader": loader}
 
     def _progress(self, session: Session, loop: FitLoop) -> dict[str, Any]:
         state = self.trainer.progress.state_dict()
@@ -129,10 +140,10 @@ def find_checkpoint(trainer: Trainer, wanted: Any) -> Path | None:
     found, error = world.broadcast_object(outcome)
     if error is not None:
         raise error
-    return found
+    return brought(trainer, found) if isinstance(found, Remote) else found
 
 
-def _find(trainer: Trainer, wanted: Any) -> Path | None:
+def _find(trainer: Trainer, wanted: Any) -> Path | Remote | None:
     if wanted == "last":
         return last_checkpoint(trainer)
     if wanted == "best":
@@ -145,6 +156,8 @@ def _find(trainer: Trainer, wanted: Any) -> Path | None:
         return Path(best)
     if not (isinstance(wanted, str) or hasattr(wanted, "__fspath__")):
         raise TypeError(f'Expected a checkpoint. Received: ckpt_path={wanted!r}. Write "last", "best" or a path.')
+    if "://" in str(wanted):
+        return found_at(trainer, str(wanted))
     path = Path(wanted)
     if not path.exists():
         raise FileNotFoundError(
@@ -153,8 +166,22 @@ def _find(trainer: Trainer, wanted: Any) -> Path | None:
     return path
 
 
-def last_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the newest complete checkpoint where this trainer saves, runs of earlier processes included."""
+def last_checkpoint(trainer: Trainer) -> Path | Remote | None:
+    """Return the newest complete checkpoint where this trainer saves, runs of earlier processes included.
+
+    It is a remote one where ``CheckpointUpload`` copied one that is newer than all that lie here.
+    """
+    here = _last_here(trainer)
+    time = Checkpoint.open(here, verify=False).manifest["time"] if here is not None else ""
+    found = newest_copy(trainer, later_than=time) or here
+    if found is None:
+        logger.warning(
+            "No checkpoint to resume from lies in %s; the run starts from its beginning.", trainer.default_root_dir
+        )
+    return found
+
+
+def _last_here(trainer: Trainer) -> Path | None:
     given = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
     runs = sorted(
         (Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"),
@@ -166,9 +193,6 @@ def last_checkpoint(trainer: Trainer) -> Path | None:
         found = newest(folder, by="time")
         if found is not None:
             return found.resolve()
-    logger.warning(
-        "No checkpoint to resume from lies in %s; the run starts from its beginning.", trainer.default_root_dir
-    )
     return None
 
 

@@ -33,6 +33,11 @@ def check_switches(given: dict[str, Any]) -> None:
     root, accelerator = given["default_root_dir"], given["accelerator"]
     if not (root is None or isinstance(root, str) or hasattr(root, "__fspath__")):
         raise TypeError(f'Expected a folder. Received: default_root_dir={root!r}. Write its path, e.g. "runs".')
+    if root is not None and "://" in str(root):
+        raise ValueError(
+            f"Expected a folder on this machine. Received: default_root_dir={str(root)!r}. Have checkpoints copied "
+            f'there by callbacks=[CheckpointUpload({str(root)!r})]; resume="last" finds them.'
+        )
     if not (accelerator is None or isinstance(accelerator, str) or is_accelerator(accelerator)):
         raise TypeError(
             f"Expected a kind of device or an Accelerator. Received: accelerator={accelerator!r}. "

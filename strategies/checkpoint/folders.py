@@ -1,8 +1,8 @@
 """Folders that appear and disappear in one step, and what dead processes left of theirs.
 
 While a folder is written, replaced or removed it lies beside its final name under a hidden one,
-`.<name>.<kind>-<host>-<pid>-<start>-<token>`: kind is "writing", "replaced" or "removing"; host, pid and start (when
-that process began) say whose it is, so that anybody can tell whether its owner still lives.
+`.<name>.<kind>-<host>-<pid>-<start>-<token>`: kind is "writing", "replaced", "removing", or "copying" (second names of
+its files for as long as they are copied elsewhere); host, pid and start (when that process began) say whose it is, so that anybody can tell whether its owner still lives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .files import sync_folder
 
 _log = logging.getLogger(__name__)
 _HIDDEN = re.compile(
-    r"\.(?P<name>.+)\.(?P<kind>writing|replaced|removing)"
+    r"\.(?P<name>.+)\.(?P<kind>writing|replaced|removing|copying)"
     r"-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-(?P<token>[0-9a-f]{8})",
     re.DOTALL,
 )
@@ -162,6 +162,14 @@ def discard(path: Path) -> None:
     if os.path.lexists(path):
         _log.warning("could not delete all of %s", path)
     release(path)
+
+
+def link(path: Path, place: Path) -> None:
+    """Give a file a second name, or a copy of it where the file system has no links."""
+    try:
+        os.link(path, place, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(path, place, follow_symlinks=False)
 
 
 def is_empty(directory: Path) -> bool:

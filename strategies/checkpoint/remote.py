@@ -6,28 +6,36 @@ with torch; what a protocol needs beside it (s3fs, gcsfs, ...) fsspec names when
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64
+
 from . import folders, manifest
 from .files import CheckpointError, HashingReader, reason, require_space, sync_folder
 from .format import Checkpoint
+
+_BLOCK = 4 * 1024 * 1024
+_log = logging.getLogger(__name__)
 
 
 def upload(directory: str | Path, url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
     """Copy a complete checkpoint to `url`, and return that; it counts there when its manifest has come, which is last.
 
-    A checkpoint that is there is replaced; until its manifest has come there is none. `storage_options` are those of
-    fsspec's file system: keys, endpoints. Raises CheckpointError, naming the place, where the checkpoint is damaged or
-    cannot be copied.
+    A checkpoint that is there is replaced, and until the new manifest has come there is none; the very same one stays.
+    `storage_options` are those of fsspec's file system: keys, endpoints. Raises CheckpointError, naming the place,
+    where the checkpoint is damaged or cannot be copied.
     """
     checkpoint = Checkpoint.open(directory)
     system, root = _place(url, storage_options)
     with _told(f"copy {checkpoint.directory} to {url}"):
         if system.exists(f"{root}/{manifest.NAME}"):
+            if _same(system, root, checkpoint):
+                return url
             system.rm_file(f"{root}/{manifest.NAME}")
         system.makedirs(root, exist_ok=True)
         for name in checkpoint.files:
@@ -69,8 +77,8 @@ def download(url: str, directory: str | Path, *, storage_options: Mapping[str, A
 
 def complete_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Return whether a finished checkpoint lies at `url`: its manifest right, every file there and of its size."""
-    system, root = _place(url, storage_options)
     try:
+        system, root = _place(url, storage_options)
         contents, _ = _manifest(system, root, url)
         _check_sizes(system, root, contents["files"], url)
     except CheckpointError:
@@ -78,19 +86,109 @@ def complete_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     return True
 
 
+def manifest_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at `url`; raises CheckpointError where there is none, or no good one."""
+    system, root = _place(url, storage_options)
+    return _manifest(system, root, url)[0]
+
+
+def verify_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return what is wrong with the files of the checkpoint at `url`, one sentence each; reads every byte."""
+    system, root = _place(url, storage_options)
+    contents, _ = _manifest(system, root, url)
+    problems = [_examine(system, root, name, record, url) for name, record in contents["files"].items()]
+    return [problem for problem in problems if problem]
+
+
+def checkpoints_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the URLs of the checkpoints in the folder at `url`, the newest (by the time of its commit) first.
+
+    Those whose manifest is no good are left out. Raises CheckpointError where the place cannot be asked.
+    """
+    system, root = _place(url, storage_options)
+    with _told(f"list {url}"):
+        entries = system.ls(root, detail=True) if system.exists(root) else []
+    found = []
+    for entry in entries:
+        name = entry["name"].rstrip("/").rpartition("/")[2]
+        place = f"{url.rstrip('/')}/{name}"
+        if entry["type"] != "directory" or name.startswith("."):
+            continue
+        try:
+            found.append((_manifest(system, f"{root}/{name}", place)[0]["time"], place))
+        except _Absent:
+            continue
+        except CheckpointError as error:
+            _log.warning("skipping a damaged checkpoint: %s", error)
+    return [place for _, place in sorted(found, reverse=True)]
+
+
+def remove_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Remove the checkpoint at `url`, its manifest first; nothing there: nothing to do.
+
+    Only files that its manifest lists go. Raises CheckpointError for what is no checkpoint, or cannot be removed.
+    """
+    system, root = _place(url, storage_options)
+    with _told(f"remove {url}"):
+        if not system.exists(root):
+            return
+        contents, _ = _manifest(system, root, url)
+        system.rm_file(f"{root}/{manifest.NAME}")
+        for name in contents["files"]:
+            if system.exists(f"{root}/{name}"):
+                system.rm_file(f"{root}/{name}")
+        if system.exists(root) and not system.find(root):  # stores of objects have no empty folders
+            system.rm(root, recursive=True)
+
+
+class _Absent(CheckpointError):
+    """There is no manifest."""
+
+
 def _place(url: str, options: Mapping[str, Any] | None) -> tuple[Any, str]:
     """The file system of a URL, asked anew about what it holds, and the place in it."""
     from fsspec.core import url_to_fs
 
-    system, root = url_to_fs(url, **{"use_listings_cache": False, **(options or {})})
+    try:
+        system, root = url_to_fs(url, **{"use_listings_cache": False, **(options or {})})
+    except (ImportError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"Expected a place that fsspec knows. Received: {url} ({error}). Install what the protocol needs; for s3:// "
+            "that is drivetrain[remote]."
+        ) from error
     return system, root.rstrip("/")
+
+
+def _same(system: Any, root: str, checkpoint: Checkpoint) -> bool:
+    """Whether this very checkpoint lies there, complete."""
+    own = (checkpoint.directory / manifest.NAME).read_bytes()
+    if system.cat_file(f"{root}/{manifest.NAME}") != own:
+        return False
+    try:
+        _check_sizes(system, root, checkpoint.files, root)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _examine(system: Any, root: str, name: str, record: Mapping[str, Any], url: str) -> str:
+    digest, size = xxh3_64(), 0
+    try:
+        with _told(f"read {url}/{name}"), system.open(f"{root}/{name}", "rb") as file:
+            while data := file.read(_BLOCK):
+                digest.update(data)
+                size += len(data)
+    except CheckpointError as error:
+        return str(error)
+    right = (size, digest.hexdigest()) == (record["size"], record[manifest.HASH])
+    return "" if right else f"{url}/{name}: is damaged (its size or hash is wrong)."
 
 
 def _manifest(system: Any, root: str, url: str) -> tuple[dict[str, Any], bytes]:
     place = f"{root}/{manifest.NAME}"
     with _told(f"read {url}"):
         if not system.exists(place):
-            raise CheckpointError(
+            raise _Absent(
                 f"{url}: has no {manifest.NAME}. It is no checkpoint, or one that was never finished."
             )
         data = system.cat_file(place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -242,14 +241,7 @@ def _keep_other_files(old: Path, new: Path, files: Mapping[str, Any]) -> None:
             place = new / path.relative_to(old)
             if place.relative_to(new).as_posix() not in listed:
                 place.parent.mkdir(parents=True, exist_ok=True)
-                _link(path, place)
-
-
-def _link(path: Path, place: Path) -> None:
-    try:
-        os.link(path, place, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(path, place, follow_symlinks=False)
+                folders.link(path, place)
 
 
 def _problem_of(error: BaseException, directory: Path) -> str:
