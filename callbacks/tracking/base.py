@@ -13,8 +13,9 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ...strategies import world
 
@@ -38,20 +39,47 @@ def on_main() -> bool:
     return world.current().rank == 0
 
 
+class Row(Protocol):
+    """A row of values as `log` gets them; `time` is when they were logged, in seconds since 1970."""
+
+    @property
+    def values(self) -> Any: ...
+
+    @property
+    def step(self) -> int | None: ...
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+    @property
+    def time(self) -> float: ...
+
+
 class GeneralTracker:
     """Base class of a tracker; a subclass names its `name`, `requires_logging_directory` and a property `tracker`.
 
     `tracker` is the native object (a `SummaryWriter`, a run). `main_process_only` says whether only rank 0 tracks.
-    Before `start` a run that goes on sets `resume_step`: what was logged after that step will come again. While an
-    entry is handed over, `logged_at` is the time at which it was logged, in seconds since 1970. All calls come from
-    one thread.
+    While an entry is handed over, `logged_at` is the time at which it was logged, in seconds since 1970. All calls come
+    from one thread. Beside these methods a tracker may have any of `MEDIA`.
+
+    Before `start`, a run that goes on sets `resume_step`: what was logged after that step will come again; and `run_id`,
+    the id in the tracker's own terms of the run to go on with. `start` sets `run_id` where the tracker has such a thing.
+    `folder` is where the run's files lie, `title` what the run is called.
+
+    `takes_batches`: rows come through `log_rows`, many at once. `survives_kill = False`: what was logged may be lost
+    when the process is killed; it is noted, and logged again if `logged_steps` does not find it.
     Raises NotImplementedError when something is missing in a subclass.
     """
 
     name: str
     requires_logging_directory: bool
     main_process_only: bool = True
+    takes_batches: bool = False
+    survives_kill: bool = True
     resume_step: int | None = None
+    run_id: str | None = None
+    folder: Path | None = None
+    title: str | None = None
     logged_at: float | None = None
 
     def __init__(self, _blank: bool = False) -> None:
@@ -63,13 +91,26 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Open the run; called once, before anything is logged."""
+        """Open the run; called once, before anything is logged, and again later if it raised."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters: a dict, nested if they are."""
 
+    def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
+        """Store what the run was made from: command line, git commit, versions of packages (see provenance.py)."""
+
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values (numbers, strings, dicts of numbers) at a step."""
+
+    def log_rows(self, rows: Sequence[Row]) -> None:
+        """Log several rows, all of them or, raising, none."""
+        for row in rows:
+            self.logged_at = row.time
+            self.log(row.values, step=row.step, **row.options)
+
+    def logged_steps(self, name: str) -> Collection[int] | None:
+        """Return the steps at which the run has values of this name; None where the tracker cannot tell."""
+        return None
 
     def flush(self) -> None:
         """Write out what is buffered; called before a checkpoint is written."""
@@ -77,8 +118,27 @@ class GeneralTracker:
     def fail(self, error: str) -> None:
         """Mark the run as failed; called before `finish` when it raised."""
 
+    def preempt(self, reason: str) -> None:
+        """Mark the run as stopped from outside, as by a signal; called before `finish`."""
+        self.fail(reason)
+
     def finish(self) -> None:
         """Close the run; called once, last."""
+
+
+MEDIA = {
+    "log_images": "images",
+    "log_figures": "figures",
+    "log_audio": "sound",
+    "log_videos": "video",
+    "log_histograms": "histograms",
+    "log_table": "tables",
+    "log_graph": "model graphs",
+    "log_artifact": "files",
+    "log_artifacts": "folders of files",
+    "log_checkpoint": "checkpoints",
+}
+"""Methods that a tracker may have beside those of its base class, and what they are for; the docs list arguments."""
 
 
 class BlankTracker(GeneralTracker):
@@ -112,6 +172,14 @@ _BUILT_IN = {
     "tensorboard": _Known("tensorboard", "TensorBoardTracker", "tensorboard"),
     "csv": _Known("csv", "CSVTracker"),
     "jsonl": _Known("jsonl", "JSONLinesTracker"),
+    "mlflow": _Known("mlflow", "MLflowTracker", "mlflow", "mlflow"),
+    "comet_ml": _Known("comet", "CometMLTracker", "comet_ml", "comet"),
+    "wandb": _Known("wandb", "WandBTracker", "wandb", "wandb"),
+    "trackio": _Known("trackio", "TrackioTracker", "trackio", "trackio"),
+    "aim": _Known("aim", "AimTracker", "aim", "aim"),
+    "dvclive": _Known("dvclive", "DVCLiveTracker", "dvclive", "dvclive"),
+    "swanlab": _Known("swanlab", "SwanLabTracker", "swanlab", "swanlab"),
+    "clearml": _Known("clearml", "ClearMLTracker", "clearml", "clearml"),
 }
 _REGISTERED: dict[str, type[GeneralTracker]] = {}
 
@@ -200,7 +268,10 @@ def _one(item: Any) -> str | GeneralTracker:
 
 
 def _installed(known: _Known) -> bool:
-    return known.package is None or importlib.util.find_spec(known.package) is not None
+    if known.package is None:
+        return True
+    found = importlib.util.find_spec(known.package)
+    return found is not None and found.origin is not None  # a folder "wandb" of runs is no package
 
 
 def _unknown(name: str) -> str:

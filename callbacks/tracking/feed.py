@@ -3,11 +3,11 @@
     log() -> queue in memory -> thread -> tracker.log()
                | full                | raised
                v                     v
-             overflow on disk      journal on disk
+             overflow on disk      journal on disk, replayed when the tracker is back
 
 The caller only ever enqueues. While the queue is full, entries go to a file from which the thread takes them in order
-once it has caught up. What the tracker refuses, and what it has not taken when the time to finish is over, is kept in
-the journal.
+once it has caught up. What the tracker refuses (see delivery.py), and what it has not taken when the time to finish is
+over, is kept in the journal. At a checkpoint, what a slow tracker has not got yet is on disk, too.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import GeneralTracker
-from .journal import Entry, Journal, Overflow
-from .values import settle, snapshot
-
-GIVE_UP_AFTER = 3
-"""Calls that raise one after another until a tracker gets nothing more in this run."""
-
-_WAKE = Entry("", None, None, {}, 0.0)
+from .base import MEDIA, GeneralTracker
+from .delivery import BATCH, Delivery
+from .files import replace
+from .journal import Entry, Journal, Overflow, take_over
+from .values import snapshot
 
 
 class QueuedTracker(GeneralTracker):
     """A tracker behind a bounded queue: the same interface, every call returns at once.
 
     `wrapped` is the tracker itself; `tracker` its native object, for which it waits if the run is still being opened.
-    Methods of the tracker called `log_...` are enqueued like `log`; other attributes are the tracker's own.
-    `timeout` is how many seconds `finish` waits. Problems are warned about once, and never raised.
+    Methods of the tracker called `log_...` and `store_...` are enqueued like `log`; other attributes are the tracker's
+    own. `timeout` is how many seconds `finish` waits. `goes_on`: what an earlier process has left belongs to this run.
+    `origin` tells a later process how to make the tracker again. Problems are warned about once, and never raised.
     """
 
     def __init__(
         self, tracker: GeneralTracker, *, journal_dir: str | os.PathLike[str], capacity: int = 1024,
-        timeout: float = 15.0, suffix: str = "",
+        timeout: float = 15.0, suffix: str = "", goes_on: bool = False, origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.wrapped = tracker
         self.name = tracker.name
@@ -53,23 +52,25 @@ class QueuedTracker(GeneralTracker):
         self.main_process_only = tracker.main_process_only
         self.capacity = capacity
         self.timeout = timeout
-        stem = f"journal-{re.sub(r'[^A-Za-z0-9_.-]', '_', tracker.name)}{suffix}"
-        self._journal = Journal(Path(journal_dir) / f"{stem}.jsonl")
-        self._overflow = Overflow(Path(journal_dir) / f"{stem}.waiting.jsonl")
+        self._goes_on, self._origin = goes_on, dict(origin or {})
+        self._stem = Path(journal_dir) / f"journal-{re.sub(r'[^A-Za-z0-9_.-]', '_', tracker.name)}{suffix}"
+        self._journal = Journal(self._file(""), header=self._header)
+        self._overflow = Overflow(self._file(".waiting"))
         self._overflowing = False
-        self._queue: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # of the overflow, the journal and what is said of entries below
-        self._current: Entry | None = None  # handed to the tracker, which has not returned yet
-        self._abandoned = False
+        self._entries: deque[Entry] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._lock = threading.RLock()  # of the files and of who keeps what
+        self._delivery = Delivery(
+            tracker, self._journal, lock=self._lock, tell=self._tell, ledger=self._file(".sent")
+        )
         self._flushes: deque[threading.Event] = deque()
         self._started = threading.Event()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._closed = False
-        self._refusals = 0  # one after another
-        self._dead = False
         self._slow = False
         self._told = False
+        self._left_out: set[str] = set()
 
     @property
     def tracker(self) -> Any:
@@ -86,6 +87,7 @@ class QueuedTracker(GeneralTracker):
         """Start the thread, which starts the tracker."""
         if self._thread is not None:
             return
+        self._take_over()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{self.name}", daemon=True)
         self._thread.start()
         atexit.register(self.finish)  # when a program ends, or raises, without having finished
@@ -102,17 +104,24 @@ class QueuedTracker(GeneralTracker):
         """Enqueue that the run failed."""
         self._put(Entry("fail", error, None, {}, time.time()))
 
+    def preempt(self, reason: str) -> None:
+        """Enqueue that the run was stopped from outside."""
+        self._put(Entry("preempt", reason, None, {}, time.time()))
+
     def flush(self, timeout: float = 2.0) -> None:
         """Wait until everything logged so far is written out, `timeout` seconds at most.
 
-        A tracker that once was too slow for that is not waited for again.
+        A tracker that was too slow for that is not waited for until it has caught up: what it has not got yet is
+        written to a file meanwhile.
         """
-        if self._thread is None or self._closed or self._slow or os.getpid() != self._process:
+        if self._thread is None or self._closed or os.getpid() != self._process:
             return
         done = threading.Event()
         self._flushes.append(done)
-        self._queue.put(_WAKE)
-        self._slow = not done.wait(timeout)
+        self._wake.put(None)
+        if self._slow or not done.wait(timeout):
+            self._slow = True
+            self._save_pending()
 
     def finish(self) -> None:
         """Hand over what waits, close the tracker; after `timeout` seconds keep the rest in the journal."""
@@ -123,7 +132,7 @@ class QueuedTracker(GeneralTracker):
         """Take nothing more, and let the thread finish when it has handed over the rest."""
         if not self._closed:
             self._closed = True
-            self._queue.put(_WAKE)
+            self._wake.put(None)
 
     def wait(self, deadline: float) -> None:
         """Wait for the thread until a time of `time.monotonic()`, then go on without it."""
@@ -131,23 +140,27 @@ class QueuedTracker(GeneralTracker):
         if self._thread is None or os.getpid() != self._process:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive() and not self._abandoned:
+        if self._thread.is_alive() and not self._delivery.abandoned:
             self._abandon()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "wrapped" not in self.__dict__:
             raise AttributeError(name)
+        if name.startswith("log_"):  # without waiting for the start
+            known = callable(getattr(self.wrapped, name, None))
+            if known or name in MEDIA:
+                return functools.partial(self._put_call if known else self._leave_out, name)
         self._wait_for_start()
-        value = getattr(self.wrapped, name)
-        return functools.partial(self._put_call, name) if name.startswith("log_") and callable(value) else value
+        return getattr(self.wrapped, name)
 
     # The caller's side
 
     def _put(self, entry: Entry) -> None:
         if self._closed or os.getpid() != self._process:
             self._refuse(entry)
-        elif not self._overflowing and self._queue.qsize() < self.capacity:
-            self._queue.put(entry)
+        elif not self._overflowing and len(self._entries) + len(self._delivery.in_hand) < self.capacity:
+            self._entries.append(entry)
+            self._wake.put(None)
         else:
             self._put_on_disk(entry)
 
@@ -160,17 +173,16 @@ class QueuedTracker(GeneralTracker):
                 return
             if not self._overflowing:
                 self._overflowing = True
-                self._queue.put(_WAKE)  # the thread may have emptied the queue meanwhile, and wait for it
+                self._wake.put(None)  # the thread may have emptied the queue meanwhile, and wait for it
 
     def _put_call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        options = snapshot(kwargs)
         given = snapshot({str(place): value for place, value in enumerate(args)})
-        entry = Entry(method, tuple(given.values()), None, options, time.time())
-        if self._overflowing or self._queue.qsize() >= self.capacity:
-            self._keep(entry)  # as text: an image has no place in the overflow
-            self._tell(f"Its queue is full: {method} is only noted in {self.journal}.")
-        else:
-            self._put(entry)
+        self._put(Entry(method, tuple(given.values()), None, snapshot(kwargs), time.time()))
+
+    def _leave_out(self, method: str, *args: Any, **kwargs: Any) -> None:
+        if method not in self._left_out:
+            self._left_out.add(method)
+            self._say(f"It has nothing for {MEDIA[method]}: what is given to {method} is left out.")
 
     def _refuse(self, entry: Entry) -> None:
         if os.getpid() != self._process:
@@ -178,6 +190,15 @@ class QueuedTracker(GeneralTracker):
             return
         self._keep(entry)
         self._tell(f"Values were logged after it was finished: they are in {self.journal}.")
+
+    def _save_pending(self) -> None:
+        """Write what the tracker has not got yet to a file, in case that this process is killed."""
+        with self._lock:
+            waiting = [*self._delivery.in_hand, *self._entries.copy()]
+            try:
+                replace(self._file(".pending"), (entry.line().decode() for entry in waiting))
+            except OSError as error:
+                self._tell(f"What it has not taken could not be kept on disk: {error}.")
 
     def _wait_for_start(self) -> None:
         if self._thread is None or threading.current_thread() is self._thread:
@@ -190,123 +211,106 @@ class QueuedTracker(GeneralTracker):
 
     def _abandon(self) -> None:
         with self._lock:
-            self._abandoned = True
-            doubtful = [self._current] if self._current is not None else []
-            waiting = [*doubtful, *self._waiting()]
+            self._delivery.abandoned = True
+            waiting = list(self._delivery.in_hand)  # it may have taken the first of them
+            while entries := self._take():
+                waiting += entries
             for entry in waiting:
                 self._keep(entry)
             self._journal.close()
+            self._file(".pending").unlink(missing_ok=True)
         self._tell(
             f"It did not finish within {self.timeout:g} s: {len(waiting)} calls are kept in {self.journal}."
         )
 
-    def _waiting(self) -> list[Entry]:
-        entries = []
-        while (entry := self._take()) is not None:
-            entries.append(entry)
-        return [entry for entry in entries if entry is not _WAKE]
-
     # The thread's side
 
     def _run(self) -> None:
-        try:
-            self.wrapped.start()
-        except BaseException as error:
-            self._dead = True
-            self._failed("start", error)
+        delivery = self._delivery
+        delivery.open()
         self._started.set()
         try:
-            while (entry := self._next()) is not None:
-                self._deliver(entry)
+            while self._next():
+                delivery.give()
         except BaseException as error:
             self._tell(f"Its queue stopped: {_named(error)}.")
-        if not self._abandoned:
-            self._attempt("finish")
-            self._journal.close()
+        if not delivery.abandoned:
+            delivery.close()
+            self._forget_pending()
 
-    def _next(self) -> Entry | None:
-        """Return the oldest entry, waiting for one; None when all is handed over and no more will come."""
+    def _next(self) -> bool:
+        """Put the oldest entries into the delivery's hands; False when all is handed over and no more will come."""
         while True:
-            entry = self._take()
-            if entry is None:
-                self._flush_if_asked()
-                if self._closed and self._queue.empty():
-                    return None
-                entry = self._queue.get()
-            if entry is not _WAKE:
-                return entry
-
-    def _take(self) -> Entry | None:
-        try:
-            return self._queue.get_nowait()  # always older than what lies in the overflow
-        except queue.Empty:
-            pass
-        with self._lock:
-            if not self._overflowing:
-                return None
+            self._delivery.retry()
+            with self._lock:
+                self._delivery.in_hand.extend(self._take())
+            if self._delivery.in_hand:
+                return not self._delivery.abandoned
+            self._flush_if_asked()
+            if self._delivery.abandoned or (self._closed and not self._entries and not self._overflowing):
+                return False
             try:
-                entry = Entry.parse(self._overflow.take())
+                self._wake.get(timeout=self._delivery.pause())
+            except queue.Empty:
+                continue
+
+    def _take(self) -> list[Entry]:
+        """Return some of the oldest entries (lock held); those in memory are older than those in the overflow."""
+        entries: list[Entry] = []
+        while self._entries and len(entries) < BATCH:
+            entries.append(self._entries.popleft())
+        while self._overflowing and len(entries) < BATCH:
+            try:
+                entries.append(Entry.parse(self._overflow.take()))
             except (OSError, ValueError) as error:
                 self._tell(f"{len(self._overflow)} entries that waited on disk cannot be read: {_named(error)}.")
                 self._overflow.clear()
-                entry = None
             self._overflowing = len(self._overflow) > 0
-            return entry
-
-    def _deliver(self, entry: Entry) -> None:
-        with self._lock:
-            if self._abandoned or self._dead:
-                self._keep(entry)
-                return
-            self._current = entry
-        try:
-            self._call(entry)
-            self._refusals = 0
-        except BaseException as error:
-            if not self._abandoned:
-                self._keep(entry)
-            self._refusals += 1
-            self._dead = self._refusals >= GIVE_UP_AFTER
-            self._failed(entry.call, error)
-        self._current = None
-
-    def _call(self, entry: Entry) -> None:
-        self.wrapped.logged_at = entry.time
-        method = getattr(self.wrapped, entry.call)
-        if entry.call == "log":
-            method(settle(entry.values), step=entry.step, **settle(entry.options))
-        elif entry.call in ("store_init_configuration", "fail"):
-            method(settle(entry.values))
-        else:
-            method(*settle(entry.values), **settle(entry.options))
+        return entries
 
     def _flush_if_asked(self) -> None:
         while self._flushes:
             done = self._flushes.popleft()
-            self._attempt("flush")
+            self._delivery.flush()
+            self._slow = False
             done.set()
+        self._forget_pending()
 
-    def _attempt(self, method: str) -> None:
-        if not self._dead:
-            try:
-                getattr(self.wrapped, method)()
-            except BaseException as error:
-                self._failed(method, error)
+    def _forget_pending(self) -> None:
+        path = self._file(".pending")
+        with self._lock:
+            if not self._entries and not self._overflowing and path.exists():
+                path.unlink(missing_ok=True)
+
+    # Files
+
+    def _file(self, kind: str) -> Path:
+        return self._stem.with_name(f"{self._stem.name}{kind}.jsonl")
+
+    def _header(self) -> dict[str, Any]:
+        return {**self._origin, "name": self.name, "run_id": self.wrapped.run_id, "title": self.wrapped.title}
+
+    def _take_over(self) -> None:
+        others = [self._file(kind) for kind in (".sent", ".pending", ".waiting")]
+        try:
+            take_over(self._journal, others, goes_on=self._goes_on, resume_step=self.wrapped.resume_step)
+        except OSError as error:
+            self._tell(f"What an earlier process left in {self.journal.parent} cannot be read: {error}.")
 
     def _keep(self, entry: Entry) -> None:
         with self._lock:
             try:
                 self._journal.append(entry.line())
             except OSError as error:
-                self._tell(f"An entry that it did not take could not be kept in {self.journal}: {error}.")
-
-    def _failed(self, method: str, error: BaseException) -> None:
-        self._tell(f"It raised in {method}: {_named(error)}. What it does not take is kept in {self.journal}.")
+                self._tell(f"An entry that it did not take could not be kept in {self._journal.path}: {error}.")
 
     def _tell(self, what: str) -> None:
         if self._told:
             return
         self._told = True
+        self._say(what)
+
+    def _say(self, what: str) -> None:
         message = f"Tracker {self.name!r}: {what} The run goes on."
         try:
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -7,16 +7,19 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 
 _SIMPLE = (float, int, str, bool, type(None))
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _LONGEST_LIST = 1000  # elements of a tensor or an array that are written out
 
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy that later changes in place of a tensor, an array or a dict do not reach.
 
-    A value on an accelerator is copied there, without waiting for it; `settle` reads it when there is time.
+    A value on an accelerator is copied there, without waiting for it; `settle` reads it when there is time. A figure of
+    matplotlib, which no other thread may draw, becomes its picture.
     """
     return {str(name): value if type(value) in _SIMPLE else _copied(value) for name, value in values.items()}
 
@@ -53,6 +56,33 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return _written(value)
+
+
+def array_of(value: Any) -> Any:
+    """Return a tensor, an array or a PIL image as a NumPy array; None for anything else."""
+    if isinstance(value, _Pending):
+        value = value.tensor()
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype in _NOT_IN_NUMPY else value).numpy()
+    if type(value).__module__.partition(".")[0] == "PIL":
+        return numpy.asarray(value)
+    return value if isinstance(value, numpy.ndarray) else None
+
+
+def drawn(figure: Any) -> Any:
+    """Return the picture of a matplotlib figure: a uint8 array (height, width, 4), at the figure's own size."""
+    figure.canvas.draw()
+    if hasattr(figure.canvas, "buffer_rgba"):
+        return numpy.asarray(figure.canvas.buffer_rgba()).copy()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a window system without pictures of its own
+
+    canvas, before = FigureCanvasAgg(figure), figure.canvas
+    try:
+        canvas.draw()
+        return numpy.asarray(canvas.buffer_rgba()).copy()
+    finally:
+        figure.set_canvas(before)
 
 
 def flatten(values: Mapping[str, Any], *, separator: str = "/") -> dict[str, Any]:
@@ -98,7 +128,10 @@ def _copied(value: Any) -> Any:
         return {name: _copied(item) for name, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
-    return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+    origin = type(value).__module__.partition(".")[0]
+    if origin == "matplotlib" and hasattr(value, "savefig"):
+        return drawn(value)
+    return value.copy() if origin in ("numpy", "PIL") and hasattr(value, "copy") else value
 
 
 def _is_scalar(value: Any) -> bool:

@@ -16,7 +16,8 @@ import torch
 
 from drivetrain.callbacks.tracking import journal
 from drivetrain.callbacks.tracking.base import GeneralTracker
-from drivetrain.callbacks.tracking.feed import GIVE_UP_AFTER, QueuedTracker
+from drivetrain.callbacks.tracking.delivery import GIVE_UP_AFTER
+from drivetrain.callbacks.tracking.feed import QueuedTracker
 from drivetrain.callbacks.tracking.trackers import finish_trackers, get_tracker, start_trackers
 
 
@@ -215,20 +216,32 @@ def test_entries_carry_their_time_and_what_json_does_not_hold_as_text(tmp_path):
     with pytest.warns(RuntimeWarning):
         feed.log({"loss": float("nan"), "type": torch.optim.SGD, "tensor": torch.tensor(3)}, step=1, option={"x": 1})
         feed.finish()
-    (line,) = feed.journal.read_text().splitlines()
+    said, line = feed.journal.read_text().splitlines()
+    assert json.loads(said) == {"tracker": {"name": "recorder", "run_id": None, "title": None}}
     entry = json.loads(line)
     assert entry["values"]["loss"] != entry["values"]["loss"] and entry["values"]["type"] == "torch.optim.sgd.SGD"
     assert entry["values"]["tensor"] == 3 and entry["options"] == {"option": {"x": 1}}
     assert abs(entry["time"] - feed.journal.stat().st_mtime) < 60
 
 
-def test_a_journal_grows_over_runs(tmp_path):
+def test_a_journal_grows_while_a_run_goes_on(tmp_path):
     for step in (1, 2):
-        feed = queued(Refusing({1, 2}), tmp_path)
+        feed = queued(Refusing({1, 2}), tmp_path, goes_on=True)
         with pytest.warns(RuntimeWarning):
             feed.log({"loss": 1.0}, step=step)
             feed.finish()
     assert [entry[2] for entry in journalled(feed.journal)] == [1, 2]
+
+
+def test_the_journal_of_another_run_is_put_aside(tmp_path):
+    for step in (1, 2, 3):
+        feed = queued(Refusing({1, 2, 3}), tmp_path, origin={"project": f"p{step}"})
+        with pytest.warns(RuntimeWarning):
+            feed.log({"loss": 1.0}, step=step)
+            feed.finish()
+    found = {path.name: [entry[2] for entry in journalled(path)] for path in tmp_path.iterdir()}
+    assert found == {"journal-recorder-1.jsonl": [1], "journal-recorder-2.jsonl": [2], "journal-recorder.jsonl": [3]}
+    assert journal.header(tmp_path / "journal-recorder-1.jsonl")["project"] == "p1"
 
 
 def test_warnings_as_errors_end_no_run(tmp_path, capfd):
