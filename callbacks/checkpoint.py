@@ -97,6 +97,7 @@ class ModelCheckpoint(Callback):
         self._deadline = Deadline()
         self._kept = self._planned = Kept()
         self._step = self._saved_step = self._passed = 0  # optimizer steps: seen last, saved last; intervals passed
+        self._urgent_step = 0  # saved last out of turn
         self._newest = ""  # where the last save went
         self._saved_at = 0.0  # seconds trained when the last interval of time was over
         self._waiting = False  # a save is due and waits for its metric
@@ -158,13 +159,14 @@ class ModelCheckpoint(Callback):
             "dirpath": str(self.dirpath or ""),
             "used": self._monitored.used if self._monitored else -1,
             "saved_step": self._saved_step,
+            "urgent_step": self._urgent_step,
             "saved_at": self._saved_at,
             "waiting": self._waiting,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved_step, self._saved_at = state_dict["saved_step"], state_dict["saved_at"]
-        self._waiting = state_dict["waiting"]
+        self._waiting, self._urgent_step = state_dict["waiting"], state_dict["urgent_step"]
         if self._monitored:
             self._monitored.used = state_dict["used"]
         self._kept = self._planned = Kept(**state_dict["kept"]).found(state_dict["dirpath"], str(self.dirpath or ""))
@@ -240,9 +242,9 @@ class ModelCheckpoint(Callback):
         Collective, unless not ``agreed``.
         """
         trainer.accelerator.wait_for_saves()  # its coming may change what is kept
-        if trainer.global_step != self._saved_step:
+        if trainer.global_step not in (self._saved_step, self._urgent_step):
             self._newest = self._free(trainer, _counters(trainer), agreed=agreed)
-            self._write(trainer, replace(self._kept, last=self._newest, new=self._newest, doomed={}))
+            self._write(trainer, replace(self._kept, last=self._newest, new=self._newest, doomed={}), urgent=True)
         return self._newest or str(trainer.session.checkpoint or "")
 
     # Decisions
@@ -306,11 +308,12 @@ class ModelCheckpoint(Callback):
             path = self.format_checkpoint_name(metrics)
             self._write(trainer, planned.named(path if path in planned.doomed else self._free(trainer, metrics)))
 
-    def _write(self, trainer: Any, planned: Kept) -> None:
+    def _write(self, trainer: Any, planned: Kept, *, urgent: bool = False) -> None:
         """Have a checkpoint written; what it replaces goes when it is on the disk."""
-        self._planned, self._saved_step = planned, trainer.global_step  # as the checkpoint itself remembers it
-
-        self._newest = planned.new
+        before = self._saved_step, self._urgent_step
+        now = trainer.global_step
+        self._saved_step, self._urgent_step = (before[0], now) if urgent else (now, before[1])
+        self._planned, self._newest = planned, planned.new  # as the checkpoint itself remembers it
 
         def then() -> None:
             self._kept = self._planned = planned.settled()
@@ -326,7 +329,8 @@ class ModelCheckpoint(Callback):
         try:
             trainer.save_checkpoint(planned.new, then=then, **options)
         except BaseException:
-            self._planned, self._saved_step = self._kept, -1
+            self._planned = self._kept
+            self._saved_step, self._urgent_step = (before[0], -1) if urgent else (-1, before[1])
             raise
 
     def _free(self, trainer: Any, metrics: dict[str, Any], *, agreed: bool = True) -> str:

@@ -25,7 +25,7 @@ _SOON = 2.0  # seconds in which a launcher repeats the Ctrl-C that its ranks had
 
 
 class Interrupted(SystemExit):
-    """A signal has stopped a fit: ``signal`` is its name, ``checkpoint`` the folder saved or "", ``code`` an exit code.
+    """A signal has stopped a run: ``signal`` is its name, ``checkpoint`` the folder saved or "", ``code`` an exit code.
 
     Being a SystemExit it ends the program, quietly and by that code, unless somebody catches it.
     """
@@ -40,15 +40,17 @@ class PeerFailed(RuntimeError):
 
 
 class Preemption(Callback):
-    """End training in good order when a signal asks for it; part of every ``fit`` unless the Trainer is ``barebones``.
+    """End a run in good order when a signal asks for it; part of every run unless the Trainer is ``barebones``.
 
     A signal that any rank gets is noted, and at the next step's edge all ranks save (``save=False``: do not) into the
-    folder of the run's ``ModelCheckpoint``, or into ``<log_dir>/checkpoints``, and end by ``Interrupted``. The exit
+    folder of the run's ``ModelCheckpoint``, or into ``<log_dir>/checkpoints``, and end by ``Interrupted``. A validation
+    is left between two batches; the run that goes on begins it anew. ``validate``, ``test`` and ``predict`` end there,
+    with nothing to save. The exit
     code is 128 + the signal's number (143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1), or what ``exit_codes`` says:
     ``{"SIGUSR1": 0}``. After SIGUSR1 a SLURM job is requeued, once, by rank 0 (``requeue``: True after any signal,
     False never). A second SIGINT ends the run at once. ``signals=()`` leaves all signals alone.
 
-    A signal that the program handles or ignores itself is left to it, handlers that were there before ``fit`` are
+    A signal that the program handles or ignores itself is left to it, handlers that were there before the run are
     put back after it, and outside of the main thread nothing is installed. SIGTERM that a launcher sends because
     another rank has ended raises ``PeerFailed`` instead. Raises ValueError for a name that is no signal's.
     """
@@ -78,7 +80,7 @@ class Preemption(Callback):
         self._ended = False
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        if stage != "fit" or not self.signals:
+        if not self.signals:
             return
         self._begin()
         self._trainer, self._process = trainer, os.getpid()
@@ -90,6 +92,8 @@ class Preemption(Callback):
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         if self._ended and self._siblings is not None:
             self._siblings.wait()  # the first that ends is taken for a failure, and the others are told to hurry
+        if self._siblings is not None:
+            self._siblings.forget()
         for name, handler in self._previous.items():
             signal.signal(getattr(signal, name), handler)
         self._previous.clear()
@@ -99,7 +103,7 @@ class Preemption(Callback):
         """End here, unless training is over anyway: then what belongs to its end comes first."""
         if self.signals:
             over = trainer.schedule.finished(trainer.progress, wish=trainer.should_stop)
-            name, over = self._agreed(trainer, over)
+            name, over = self._agreed(trainer, over and not trainer.session.abandoned)
             if name and not over:
                 self._end(trainer, name)
 
@@ -108,6 +112,27 @@ class Preemption(Callback):
             name, _ = self._agreed(trainer, True)
             if name:
                 self._end(trainer, name)
+
+    # In evaluations
+
+    def _listen(self, trainer: Any, *rest: Any) -> None:
+        """Tell the others of a signal, and hear of theirs: no collective, as numbers of batches may differ."""
+        if self._siblings is None or self._siblings.none:
+            return
+        if self._noted:
+            self._siblings.say(next(iter(self._noted)))
+        elif self._siblings.heard():
+            trainer.interrupted = True
+
+    def _after(self, trainer: Any, module: Any) -> None:
+        """A signal in the very last batch lets an evaluation come to its end."""
+        if trainer.session.stage != "fit":
+            self.on_train_end(trainer, module)
+
+    _hear: Any = _listen
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _hear
+    _close: Any = _after
+    on_validation_end = on_test_end = on_predict_end = _close
 
     # What a signal does
 
@@ -156,16 +181,18 @@ class Preemption(Callback):
     def _end(self, trainer: Any, name: str) -> None:
         trainer.interrupted, trainer.stop_reason = True, name
         self._noted.setdefault(name, time.monotonic())
-        checkpoint = self._saved(trainer) if self.save else ""
+        training = trainer.session.loop is not None
+        checkpoint = self._saved(trainer) if self.save and training else ""
         trainer.accelerator.wait_for_saves()  # one that is written in the background
         self._ended = True
         code = self.exit_codes[name]
         where = f", saved in {checkpoint}" if checkpoint else ""
-        trainer.print(f"{name}: training stops at step {trainer.global_step}{where}. Exit code {code}.")
+        place = f"training stops at step {trainer.global_step}" if training else f"{trainer.session.stage} stops here"
+        trainer.print(f"{name}: {place}{where}. Exit code {code}.")
         if self.requeue or (self.requeue is None and name == "SIGUSR1"):
             self._requeue(trainer)
         if name == "SIGINT" and interactive():
-            raise KeyboardInterrupt(f"stopped at step {trainer.global_step}{where}")
+            raise KeyboardInterrupt(f"{place}{where}")
         raise Interrupted(code, signal=name, checkpoint=checkpoint)
 
     def _saved(self, trainer: Any) -> str:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ..strategies.notices import Notices
+
+
+_PAUSE = 1.0  # seconds between two looks at what the others say
 
 
 class Siblings:
@@ -18,6 +24,8 @@ class Siblings:
         everybody = world.gather_object(here)
         others = {rank: pid for rank, (host, pid) in enumerate(everybody) if host == here[0] and rank != world.rank}
         self._processes = {rank: pid for rank, pid in others.items() if alive(pid)}  # not those of another container
+        self._notices = Notices(world)
+        self._said, self._heard, self._listened = "", "", time.monotonic()
 
     @property
     def none(self) -> bool:
@@ -33,6 +41,23 @@ class Siblings:
             return reported
         gone = next((rank for rank, pid in self._processes.items() if not alive(pid)), None)
         return None if gone is None else f"rank {gone}: its process {self._processes[gone]} is gone"
+
+    def say(self, word: str) -> None:
+        """Let all others know ``word``, without waiting for them; once."""
+        if not self._said:
+            self._said = word
+            self._notices.leave("word", word)
+
+    def heard(self) -> str:
+        """Return what somebody has said, or ""; asks once a second, as ranks do so between any two of their batches."""
+        if not self._heard and not self.none and time.monotonic() - self._listened > _PAUSE:
+            self._listened, self._heard = time.monotonic(), self._notices.left("word")
+        return self._heard
+
+    def forget(self) -> None:
+        """Take back what this rank has said; all have heard it."""
+        if self._said:
+            self._notices.leave("word", "")
 
     def wait(self) -> None:
         """Wait until every rank has come here; one that never comes is none of our business any more."""

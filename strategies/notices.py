@@ -33,6 +33,20 @@ class Notices:
         assert self._store is not None
         return self._store.get(_key(name, rank)).decode() if self._store.check([_key(name, rank)]) else ""
 
+    def leave(self, name: str, text: str) -> None:
+        """Leave ``text`` under a name that all ranks share; the last one counts, "" takes it back."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(_key(name), text)
+
+    def left(self, name: str) -> str:
+        """Return what somebody has left under a name that all ranks share, or ""; waits for nobody."""
+        if self._store is None:
+            return ""
+        with suppress(RuntimeError):
+            return self._store.get(_key(name)).decode() if self._store.check([_key(name)]) else ""
+        return ""
+
     def withdraw(self, name: str) -> None:
         """Take back what this rank has left under ``name``."""
         if self._store is not None:
@@ -40,5 +54,5 @@ class Notices:
                 self._store.set(_key(name, self.rank), "")
 
 
-def _key(name: str, rank: int) -> str:
+def _key(name: str, rank: int | str = "all") -> str:
     return f"drivetrain/notice/{name}/{rank}"

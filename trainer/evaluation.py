@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import torch
 from torch import nn
@@ -18,41 +18,63 @@ if TYPE_CHECKING:
 _EVENT = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
 
 
-def evaluate(session: Session, stage: str) -> list[dict[str, float]]:
+class Abandoned(RuntimeError):
+    """An evaluation was left before its end, by all ranks."""
+
+
+def evaluate(session: Session, stage: str, *, undo: Callable[[], None] = lambda: None) -> list[dict[str, float]]:
     """Run a stage over its loaders and return one row of metrics per loader ("predict": an empty list).
 
     ``stage`` is "validate", "sanity_check", "test" or "predict". Modes of all submodules, random states and
     gradients are afterwards as they were before. Outputs of "predict" are collected in ``session.predictions``.
+
+    When a signal came (``trainer.interrupted``) it is left between two batches, unless an accumulation window is open:
+    then everything, metrics too, is as if it had not begun, ``undo`` is called, and ``on_stop`` ends the run.
     """
-    trainer, hooks, metrics = session.trainer, session.hooks, session.metrics
-    event, outer = _EVENT[stage], trainer.stage
+    trainer, metrics = session.trainer, session.metrics
+    outer, states = trainer.stage, metrics.metric_states()
     trainer.stage = stage
     try:
-        with (
-            preserved(trainer.device),
-            evaluation_mode(session, event),
-            torch.inference_mode(trainer.inference_mode),
-            torch.no_grad(),
-        ):
-            trainer.accelerator.strategy.before_evaluation(session.model)
-            metrics.begin(stage, batchwise=False)
-            metrics.without_batch = False
-            hooks.fire(f"on_{event}_start")
-            hooks.fire(f"on_{event}_epoch_start")
-            for index, loader in enumerate(session.loaders[stage]):
-                run_loader(session, stage, event, loader, index)
-            metrics.begin(stage, batchwise=False)
-            hooks.fire(f"on_{event}_epoch_end")
-            rows = _reduced(session, stage)
-            metrics.close()
-            hooks.fire(f"on_{event}_end")
+        return _evaluated(session, stage)
+    except Abandoned:
+        metrics.forget(stage, states)
+        trainer.stage = outer
+        undo()
+        session.abandoned = True
+        session.hooks.fire("on_stop")
+        raise
     finally:
         trainer.stage = outer
+
+
+def _evaluated(session: Session, stage: str) -> list[dict[str, float]]:
+    trainer, hooks, metrics, event = session.trainer, session.hooks, session.metrics, _EVENT[stage]
+    with (
+        preserved(trainer.device),
+        evaluation_mode(session, event),
+        torch.inference_mode(trainer.inference_mode),
+        torch.no_grad(),
+    ):
+        trainer.accelerator.strategy.before_evaluation(session.model)
+        metrics.begin(stage, batchwise=False)
+        metrics.without_batch = False
+        hooks.fire(f"on_{event}_start")
+        hooks.fire(f"on_{event}_epoch_start")
+        complete = all(
+            run_loader(session, stage, event, loader, index) for index, loader in enumerate(session.loaders[stage])
+        )
+        if not trainer.accelerator.world.agree(complete, how="all"):
+            raise Abandoned(f"Expected somebody to end the run after a signal in stage {stage!r}. Received: nobody.")
+        metrics.begin(stage, batchwise=False)
+        hooks.fire(f"on_{event}_epoch_end")
+        rows = _reduced(session, stage)
+        metrics.close()
+        hooks.fire(f"on_{event}_end")
     return rows
 
 
-def run_loader(session: Session, stage: str, event: str, loader: Any, loader_index: int) -> None:
-    """Run the step of a stage on every batch of one loader."""
+def run_loader(session: Session, stage: str, event: str, loader: Any, loader_index: int) -> bool:
+    """Run the step of a stage on every batch of one loader; return False where a signal has ended that early."""
     several = len(session.loaders[stage]) > 1
     hooks, metrics, accelerator = session.hooks, session.metrics, session.trainer.accelerator
     on_start, on_end = (getattr(hooks, f"on_{event}_batch_{when}") for when in ("start", "end"))
@@ -60,6 +82,7 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
     rest = (loader_index,) if several else ()
     metrics.begin(stage, batchwise=True, loader_index=loader_index if several else None)
     keep = session.predictions[loader_index].append if stage == "predict" else None
+    leaves = _leaving(session, loader)
     if session.stage == "fit":  # not the loader's own count, which an interruption would set back
         loader.set_epoch(session.trainer.progress.validations)
     index = -1
@@ -73,7 +96,24 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
             hook(outputs, batch, index, loader_index)
         if keep is not None and session.trainer.return_predictions:
             keep(outputs)
+        if leaves() and not loader.end_of_dataloader:
+            return False
     metrics.without_batch |= index < 0
+    return True
+
+
+def _leaving(session: Session, loader: Any) -> Callable[[], bool]:
+    """Return what tells between two batches whether to leave.
+
+    Ranks of an engine that needs equal numbers of forward passes (``lockstep``) agree on the batch; others leave one
+    by one, as they hear of it, and meet after the last loader.
+    """
+    trainer, loop = session.trainer, session.loop
+    if loop is not None and not loop.at_edge:
+        return lambda: False
+    if loader.lockstep and trainer.world_size > 1:
+        return lambda: trainer.accelerator.world.agree(trainer.interrupted)
+    return lambda: trainer.interrupted
 
 
 @contextmanager

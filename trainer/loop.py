@@ -146,13 +146,18 @@ class FitLoop:
 
     def validate(self) -> None:
         """Evaluate on the validation loaders in the middle of training; leaves no trace in it."""
-        self.progress.validated = self.progress.batches
-        self.progress.validations += 1
-        self.progress.mark = self._schedule.intervals(self.progress)
+        progress = self.progress
+        before = progress.validated, progress.validations, progress.mark
+        progress.validated, progress.validations = progress.batches, progress.validations + 1
+        progress.mark = self._schedule.intervals(progress)
         self.validation_due = False
         if self.at_edge:
             self.hooks.fire("on_validation_model_zero_grad")
-        evaluate(self.session, "validate")
+
+        def undo() -> None:  # the run that goes on begins this validation anew
+            progress.validated, progress.validations, progress.mark = before
+
+        evaluate(self.session, "validate", undo=undo)
         self.metrics.begin("train", batchwise=True)
 
     def finished(self) -> bool:

@@ -6,6 +6,7 @@ Nothing here reads a tensor's value or talks to another rank while a step runs. 
 
 from __future__ import annotations
 
+import math
 import sys
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Callable
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies.world import World
-from .reduction import Row, adopt, check_same_names, elsewhere, over_ranks, reduction_name, stack
+from .reduction import Row, adopt, check_same_names, elsewhere, final, over_ranks, reduction_name, stack
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -28,7 +29,7 @@ class Series:
 
     __slots__ = (
         "name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduction", "sync", "rank_zero_only",
-        "metric", "last", "last_weight", "values", "weights", "total", "weight", "fresh", "touched",
+        "metric", "last", "last_weight", "values", "weights", "total", "weight", "fresh", "touched", "final",
     )  # fmt: skip
 
     def __init__(self, name: str, options: tuple[Any, ...], *, on_step: bool, on_epoch: bool) -> None:
@@ -60,6 +61,7 @@ class Series:
         self.total: Any = None
         self.weight = 0.0
         self.touched = False
+        self.final = math.nan  # reduced by a function that only the process before an interruption knew
 
     def add(self, value: Any, weight: float) -> None:
         """Take a value; ``weight`` is the number of samples that it is a mean over."""
@@ -72,7 +74,7 @@ class Series:
 
     def compact(self) -> None:
         """Fold the values into one running value, without reading any of them."""
-        if not self.values:
+        if not self.values or callable(self.reduction):
             return
         values = stack(self.values)
         if self.reduction == "mean":
@@ -88,9 +90,11 @@ class Series:
     def state_dict(self, paths: dict[int, str]) -> dict[str, Any]:
         """Return what an interruption must not lose; ``paths`` tells metrics' places in the module by their ids."""
         self.compact()
+        own = callable(self.reduction)
         last = self.metric._forward_cache if self.metric is not None else self.last
         return {
-            "options": [*self.options[:4], self.reduction, *self.options[5:]],
+            "options": [*self.options[:4], None if own else self.reduction, *self.options[5:]],
+            "values": stack(self.values).cpu() if own and self.values else None,
             "on_step": self.on_step,
             "on_epoch": self.on_epoch,
             "total": self.total,
@@ -111,6 +115,15 @@ class Series:
             self.metric._forward_cache = state["last"]
         if state["total"] is not None:
             self.merge(state["total"], state["weight"])
+        if state.get("values") is not None:
+            self.values += state["values"].unbind()
+            self.weights += [1.0] * len(state["values"])
+
+    def take_over(self, other: Series) -> Series:
+        """Return this one with what ``other`` has collected, whose function nobody knew until now."""
+        for name in ("metric", "last", "last_weight", "values", "weights", "fresh", "touched"):
+            setattr(self, name, getattr(other, name))
+        return self
 
     def _fold(self, values: Tensor) -> Tensor:
         return values.sum() if self.reduction in ("mean", "sum") else getattr(torch, f"a{self.reduction}")(values)
@@ -138,6 +151,8 @@ class Metrics:
         self.batchwise = False  # whether the running hook is about one batch
         self.without_batch = False  # whether this rank found none in some loader of the running evaluation
         self.adopted = False  # whether some rank did, and has taken over what the others logged
+        self.forgotten = False  # whether an interruption has left values whose reduction only the user's code knows
+        self.partly: set[str] = set()  # names of those that some ranks have logged again since, and some have not
         self.view: dict[str, Series] = {}  # names as the module gives them → series
 
     def begin(self, stage: str, *, batchwise: bool, loader_index: int | None = None) -> None:
@@ -171,7 +186,7 @@ class Metrics:
         series = Series(full, options, on_step=on_step, on_epoch=on_epoch)
         known = self.table(self.stage).setdefault(full, series)
         if known.reduction is elsewhere:
-            known = self.table(self.stage)[full] = series
+            known = self.table(self.stage)[full] = series.take_over(known)
         if known.key() != series.key():
             raise ValueError(
                 f"Expected one set of options for {name!r} in {self.stage}. Received: {series.key()} after "
@@ -214,6 +229,10 @@ class Metrics:
 
     def _adopt(self, stage: str) -> None:
         self.adopted = stage != "train" and self.world.size > 1 and self.world.agree(self.without_batch)
+        if stage == "train" and self.forgotten:
+            lacking = {name for name, s in self.table(stage).items() if s.reduction is elsewhere}
+            everywhere = self.world.gather_object(lacking)
+            self.partly = set().union(*everywhere) - lacking.intersection(*everywhere)
         if self.adopted:
             adopt(self.table(stage), self.world, dict(self._metrics()), here=self.without_batch, make=Series)
 
@@ -243,23 +262,26 @@ class Metrics:
             return value, 1.0, "same"
         if callable(series.reduction):
             values = stack(series.values) if series.values else torch.zeros(0, dtype=torch.float64)
+            known = series.reduction is not elsewhere
             if not series.sync or series.rank_zero_only:
-                return series.reduction(values), 1.0, "mean"
+                return series.reduction(values) if known else series.final, 1.0, "mean"
             gathered = torch.cat([v.to(values.device) for v in self.world.all_gather_uneven(values)])
-            if series.reduction is elsewhere:
+            apart = self.adopted or series.name in self.partly
+            if not known and apart:
                 return 0.0, 0.0, "mean"
-            return series.reduction(gathered), 1.0, "mean" if self.adopted else "same"
+            return series.reduction(gathered) if known else series.final, 1.0, "mean" if apart else "same"
         series.compact()
         return (0.0, 0.0, series.reduction) if series.total is None else (series.total, series.weight, series.reduction)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last reduced values and what the unfinished epoch has collected, one entry a rank (collective)."""
         paths = {id(metric): path for path, metric in self._metrics()}
-        named = {name: s for name, s in self.table("train").items() if isinstance(s.reduction, str)}
-        known = {name: s for name, s in named.items() if s.metric is None or id(s.metric) in paths}
+        known = {name: s for name, s in self.table("train").items() if s.metric is None or id(s.metric) in paths}
         series = {name: s.state_dict(paths) for name, s in known.items()}
         mine = {"series": series, "metrics": {path: _metric_state(m) for path, m in self._metrics() if m._update_count}}
-        return {"ranks": self.world.gather_object(mine), "values": self.values()}
+        ranks = self.world.gather_object(mine)
+        finals = {name: final(s, ranks) for name, s in known.items() if callable(s.reduction) and s.due}
+        return {"ranks": ranks, "finals": finals, "values": self.values()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned, at any world size."""
@@ -269,13 +291,18 @@ class Metrics:
         if not moved:
             ranks = [ranks[self.world.rank]]
         elif self.world.rank:  # another world size: rank 0 takes what all ranks had, the others begin with nothing
-            ranks = [{"series": {k: e | {"total": None} for k, e in r["series"].items()}, "metrics": {}} for r in ranks]
+            nothing = {"total": None, "values": None}
+            ranks = [{"series": {k: e | nothing for k, e in r["series"].items()}, "metrics": {}} for r in ranks]
+        finals = state.get("finals", {})
+        self.forgotten = bool(finals)
         for saved in ranks:
             for name, entry in saved["series"].items():
                 entry = entry | {"fresh": False} if moved else entry  # one step's value is of the ranks that it had
                 options = {"on_step": entry["on_step"], "on_epoch": entry["on_epoch"]}
-                series = Series(name, tuple(entry["options"]), **options)
-                self.table("train").setdefault(name, series).load_state_dict(entry, metrics)
+                given = (*entry["options"][:4], entry["options"][4] or elsewhere, *entry["options"][5:])
+                series = self.table("train").setdefault(name, Series(name, given, **options))
+                series.load_state_dict(entry, metrics)
+                series.final = finals.get(name, math.nan)
         self._load_metrics([saved["metrics"] for saved in ranks])
 
     def values(self) -> dict[str, Any]:
@@ -286,6 +313,20 @@ class Metrics:
         """Take over what ``values`` returned."""
         for name in _VALUES:
             getattr(self, name).update(values[name])
+
+    def metric_states(self) -> dict[str, dict[str, Any]]:
+        """Return copies of the states of the module's torchmetrics objects, for ``forget``."""
+        return {path: _metric_state(metric, copied=True) for path, metric in self._metrics()}
+
+    def forget(self, stage: str, states: dict[str, dict[str, Any]]) -> None:
+        """Drop what a stage has logged, and put the module's torchmetrics objects back."""
+        self.tables.pop(stage, None)
+        self.view = {}
+        for path, metric in self._metrics():
+            metric.reset()
+            for name, value in states[path]["states"].items() if path in states else ():
+                setattr(metric, name, value)
+            metric._update_count = states[path]["count"] if path in states else 0
 
     def _metrics(self) -> list[tuple[str, Metric]]:
         return [(path, m) for path, m in self.module.named_modules() if is_metric(m)]
@@ -326,8 +367,11 @@ def _step_value(series: Series) -> tuple[Any, float, str]:
     return (value * weight, weight, kind) if kind == "mean" else (value, weight, kind)
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    return {"count": metric._update_count, "states": {name: getattr(metric, name) for name in metric._defaults}}
+def _metric_state(metric: Metric, *, copied: bool = False) -> dict[str, Any]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    if copied:
+        states = {name: list(value) if isinstance(value, list) else value.clone() for name, value in states.items()}
+    return {"count": metric._update_count, "states": states}
 
 
 def _merged(values: list[Any], reduction: Any, device: torch.device) -> Any:

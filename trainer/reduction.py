@@ -101,6 +101,21 @@ def elsewhere(values: Tensor) -> float:
     return math.nan
 
 
+def final(series: Series, ranks: list[dict[str, Any]]) -> float:
+    """Return what a user's function makes of the values of ``ranks`` so far (of their states; nan where it fails).
+
+    After an interruption it stands for a function that is not heard of again before the values are due.
+    """
+    if series.reduction is elsewhere:
+        return series.final
+    found = [rank["series"].get(series.name, {}).get("values") for rank in ranks]
+    found = [values for values in (found if series.sync and not series.rank_zero_only else found[:1]) if values is not None]
+    try:
+        return float(series.reduction(torch.cat(found)))  # type: ignore[operator]
+    except Exception:  # of a few values it may make nothing
+        return math.nan
+
+
 def _entry(series: Series, places: dict[int, str]) -> tuple[Any, ...]:
     reduction = series.reduction if isinstance(series.reduction, str) else None
     options = (*series.options[:4], reduction, *series.options[5:])

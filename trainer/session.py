@@ -44,7 +44,7 @@ class Session:
         self.predictions: list[list[Any]] = []
         self.loop: FitLoop | None = None
         self.checkpoint = find_checkpoint(trainer, ckpt_path)
-        self.failed = False
+        self.failed = self.abandoned = False  # abandoned: an evaluation was left before its end
         self.prepared = False  # there is something to save
         self._train_loader: Any = None
         self._given: Any = None  # the training loader as the user gave it
@@ -53,6 +53,7 @@ class Session:
     def __enter__(self) -> Session:
         trainer, module = self.trainer, self.module
         trainer.session, trainer.stage = self, "train" if self.stage == "fit" else self.stage
+        trainer.interrupted = False
         run_id = run_of(self.checkpoint) if self.stage == "fit" else None
         trainer.run_folder.claim(
             trainer.accelerator.world, run_id=run_id, anew=self.stage == "fit", create=self._writes()

@@ -125,6 +125,17 @@ def test_an_epoch_is_closed_by_the_run_that_goes_on(tmp_path):
     assert ends.at == (STEPS, 2 * STEPS) and module.seen == list(range(STEPS))
 
 
+def test_a_save_that_is_due_where_a_signal_has_saved_is_made(tmp_path):
+    """At the end of an epoch, which only the run that goes on comes to."""
+    options = {"max_epochs": 3}
+    with pytest.raises(Interrupted):
+        keep = ModelCheckpoint(save_top_k=-1)
+        trainer(tmp_path, callbacks=[keep], **options).fit(Falling(sending("SIGTERM", STEPS - 1)), loader())
+    assert saved(tmp_path) == ["checkpoint-000012"]
+    trainer(tmp_path, callbacks=[ModelCheckpoint(save_top_k=-1)], **options).fit(Falling(), loader(), resume="last")
+    assert saved(tmp_path) == ["checkpoint-000012", "checkpoint-000024", "checkpoint-000036"]
+
+
 @pytest.mark.parametrize("per, shown", [("epoch", f"Epoch 1/1: {STEPS}/{STEPS}"), ("fit", f"{STEPS}/{STEPS}")])
 def test_progress_goes_on_within_an_epoch(per, shown, tmp_path):
     with pytest.raises(Interrupted):
