@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import precision as precisions
+from . import subgroup
 from . import world as worlds
 from .checkpoint.tensors import clean_keys
 from .contents import fitted
@@ -48,6 +49,11 @@ class Strategy:
     def data_world(self) -> World:
         """The ranks that see different data, which is all of them unless some share one replica of the model."""
         return self.world
+
+    @property
+    def loss_world(self) -> World:
+        """The ranks whose losses are parts of the whole: those with different data, or other tokens of the same."""
+        return self.data_world
 
     def rank_in(self, dimension: str) -> int:
         """Returns this process's place along a dimension of the mesh ("tp", "cp", "pp", "dp_shard", …).
@@ -86,6 +92,7 @@ class Strategy:
             )
         self.world = self._create_world(placement, choose_device(device, cpu=cpu), settings or {})
         worlds.set_current(self.world)
+        subgroup.set_data(self.world, self.data_world)
         return self.world
 
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:

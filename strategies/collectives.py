@@ -40,6 +40,7 @@ from .nested import (
     slice_tensors,
     unsupported,
 )
+from .subgroup import data
 from .world import DistributedOperationException, World, as_bytes, current, raise_unequal, signature
 
 __all__ = [
@@ -66,7 +67,10 @@ def gather(tensor: Any) -> Any:
     One process gives back its own data. Raises ValueError, on every rank, where structure, dtypes or shapes differ,
     and TypeError for leaves that are no tensors (see `gather_object`).
     """
-    world = current()
+    return _gather(tensor, current())
+
+
+def _gather(tensor: Any, world: World) -> Any:
     if world.size == 1:
         return tensor
     leaves = _tensors("gather", tensor)
@@ -77,7 +81,10 @@ def gather(tensor: Any) -> Any:
 
 def gather_uneven(tensor: Any) -> Any:
     """As `gather`, for tensors whose dimension 0 may differ between ranks (0 rows too)."""
-    world = current()
+    return _gather_uneven(tensor, current())
+
+
+def _gather_uneven(tensor: Any, world: World) -> Any:
     if world.size == 1:
         return tensor
     leaves = [(path, _with_rows(leaf)) for path, leaf in _tensors("gather_uneven", tensor)]
@@ -93,7 +100,10 @@ def gather_object(object: Any) -> Any:
 
     Raises TypeError for what is not a collection of items.
     """
-    world = current()
+    return _gather_object(object, current())
+
+
+def _gather_object(object: Any, world: World) -> Any:
     if world.size == 1:
         return object
     if isinstance(object, (str, bytes, Mapping)) or not isinstance(object, Iterable):
@@ -105,16 +115,18 @@ def gather_for_metrics(input_data: Any, dataloader: Any = None, use_gather_objec
     """What all ranks computed from one batch of `dataloader` (a prepared one), each sample once and in order.
 
     The last batch may be short on some ranks, or filled up with repeated samples, which are left out. Data that is
-    not all tensors, or `use_gather_object`, is gathered as by `gather_object`.
+    not all tensors, or `use_gather_object`, is gathered as by `gather_object`. Ranks that share the work on the same
+    samples (tensor parallel and the like) count as one.
     """
+    world = data()
     objects = use_gather_object or not all(torch.is_tensor(leaf) for leaf in leaves_of(input_data))
     remainder = dataloader.remainder if dataloader is not None and dataloader.end_of_dataloader else None
     if remainder is None or remainder <= 0:
-        return gather_object(input_data) if objects else gather(input_data)
+        return _gather_object(input_data, world) if objects else _gather(input_data, world)
     mine = input_data
     if dataloader.samples == 0:  # a repeated sample that keeps the ranks in step, and does not count
         mine = input_data[:0] if objects else slice_tensors(recursively_apply(_with_rows, input_data), slice(0))
-    gathered = gather_object(mine) if objects else gather_uneven(mine)
+    gathered = _gather_object(mine, world) if objects else _gather_uneven(mine, world)
     total = dataloader.global_samples
     if total is None or total <= remainder:
         return gathered

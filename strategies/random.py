@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import world
+from . import subgroup
 
 log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
@@ -30,7 +30,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"Expected a number within 0 and 2**63 - 1. Received: seed={seed}. Pass a smaller one.")
     _seed = int(seed)
-    own = _seed + world.current().rank * device_specific
+    own = _seed + subgroup.data().rank * device_specific
     random.seed(own)
     np.random.seed(own % (1 << 32))
     torch.manual_seed(own)

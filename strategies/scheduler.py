@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from . import subgroup
 from . import world as worlds
 from .gradients import GradientState
 
@@ -17,8 +18,8 @@ class AcceleratedScheduler:
 
     With `step_with_optimizer` (Accelerate's way) a call steps it only at the end of an accumulation window and only
     when no optimizer step was skipped, and then once per process, because a schedule counted in one process's batches
-    runs through them so many times as fast; with `split_batches` once, as the global batch is then the loader's own.
-    Without, it steps exactly when called. Attributes that are not found here are the wrapped scheduler's.
+    runs through them so many times as fast (processes that share the work on the same samples count as one); with
+    `split_batches` once, as the global batch is then the loader's own. Without, it steps exactly when called. Attributes that are not found here are the wrapped scheduler's.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class AcceleratedScheduler:
             self.scheduler._step_count += 1
 
     def _repeats(self) -> int:
-        size = 1 if self.split_batches else worlds.current().size
+        size = 1 if self.split_batches else subgroup.data().size
         if size > 1 and not self._told:
             self._told = True
             if worlds.current().rank == 0:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .world import TorchWorld, World
+from .world import TorchWorld, World, current
 
 
 class SubWorld(TorchWorld):
@@ -42,6 +42,18 @@ class SubWorld(TorchWorld):
         """Nothing: the whole world leaves all groups at once."""
 
 
+def set_data(whole: World, data: World) -> None:
+    """Tell which ranks of the present world see different data."""
+    global _data
+    _data = (whole, data)
+
+
+def data() -> World:
+    """The ranks of the present world that see different data: all of them, unless some share one replica's work."""
+    whole, ranks = _data
+    return ranks if whole is current() else current()
+
+
 def subworld(whole: World, group: dist.ProcessGroup | None) -> World:
     """Returns the world of a group; where that holds one rank or is None, the null world on the same device.
 
@@ -52,3 +64,6 @@ def subworld(whole: World, group: dist.ProcessGroup | None) -> World:
     if dist.get_world_size(group) == whole.size:
         return whole
     return SubWorld(whole, group)
+
+
+_data: tuple[World, World] = (World(), World())

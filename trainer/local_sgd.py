@@ -72,4 +72,4 @@ class LocalSGD:
     def _average(self) -> None:
         self.accelerator.wait_for_everyone()
         for parameter in self.model.parameters():
-            self.accelerator.world.all_reduce(parameter.data, "mean")
+            self.accelerator.strategy.loss_world.all_reduce(parameter.data, "mean")

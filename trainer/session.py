@@ -44,6 +44,7 @@ class Session:
         self.predictions: list[list[Any]] = []
         self.loop: FitLoop | None = None
         self.checkpoint = find_checkpoint(trainer, ckpt_path)
+        self.siblings: Any = None  # the other ranks, once somebody has asked for them
         self.failed = self.abandoned = False  # abandoned: an evaluation was left before its end
         self.prepared = False  # there is something to save
         self._train_loader: Any = None
@@ -157,7 +158,7 @@ class Session:
         trainer, module = self.trainer, self.module
         warn_about_misspelled(module, TrainModule)
         trainer.module = module
-        self.metrics = trainer.metrics = Metrics(trainer.accelerator.world, module)
+        self.metrics = trainer.metrics = Metrics(trainer.accelerator.strategy.loss_world, module)
         module.__dict__["_trainer"], module.__dict__["_metrics"] = trainer, self.metrics
         self.metrics.begin("train", batchwise=False) if self.stage == "fit" else self.metrics.close()
         if self.datamodule is not None:

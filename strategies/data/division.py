@@ -16,7 +16,8 @@ import torch
 
 from ..random import derive
 from ..settings import DataLoaderConfiguration
-from ..world import World
+from ..subgroup import data
+from ..world import World, current
 from .fetch import MapData
 from .position import Position
 from .samplers import Layout, Plan, Share
@@ -113,7 +114,7 @@ class Division:
         keeps = plan.kind == "batches" and (plan.whole or self.config.split_last_batch)
         self.drop_last = plan.drop_last and not keeps
         if self.shared:
-            plan.adopt(self.world)
+            plan.adopt(current() if self.world is data() else self.world)  # those that share samples too
 
     def _split(self, batch_size: int | None) -> int | None:
         if not self.config.split_batches or batch_size is None or self.world.size == 1:
