@@ -36,11 +36,13 @@ class Strategy:
 
     name = "single"
     launches = False
+    replicates = False  # each process holds the whole state, so that some can save without the others
     start_method: str | None = None
     shows_gradients = True  # `parameter.grad` is what the loss gave, before an optimizer steps
     plugin: Any = None  # the option object that it was made from
     parallelism: Any = None  # its ParallelismConfig
     mesh: Any = None  # the DeviceMesh of its ranks, after `setup`
+    equal_forwards = False  # every rank needs the same number of forwards, in evaluations too
 
     def __init__(self) -> None:
         self.world = World()
@@ -220,6 +222,10 @@ class Strategy:
     def norm(self, parameters: Any, norm_type: float = 2.0) -> torch.Tensor:
         """Returns the total norm of gradients and leaves them as they are."""
         return self.clip_norm(parameters, float("inf"), norm_type)
+
+    def gradient_holders(self, models: Iterable[Any]) -> list[Any]:
+        """Returns what holds gradients of these models, each as its `grad`: their parameters."""
+        return list(parameters_of(models))
 
     def join(self, joinables: list[Any], **options: Any) -> Any:
         """Returns the context in which processes that ran out of batches take part in the others' reductions."""

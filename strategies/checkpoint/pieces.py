@@ -1,0 +1,42 @@
+"""Which part of a tensor this process holds: a box of its elements, by where it begins and how long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes), each with one number for each dimension of the whole tensor."""
+
+
+def rectangle(tensor: Tensor) -> Box:
+    """Returns the box that this process holds of a tensor; the whole of it, unless it is a DTensor.
+
+    Raises:
+        ValueError: the DTensor holds partial sums, which are no part of it.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"Expected parts of a tensor. Received: partial sums of it ({tensor.placements}). Redistribute it first."
+        )
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Returns the box that two boxes have in common, None if that is empty."""
+    starts = [max(a, b) for a, b in zip(one[0], other[0], strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)]
+    if any(end <= start for start, end in zip(starts, ends)):
+        return None
+    return tuple(starts), tuple(end - start for start, end in zip(starts, ends))
+
+
+def within(box: Box, outer: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the slices of a box in a tensor that begins at `outer`."""
+    return tuple(slice(start - begin, start - begin + size) for start, size, begin in zip(*box, outer, strict=True))

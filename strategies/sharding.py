@@ -1,0 +1,191 @@
+"""Sharding a model by torch's `fully_shard`, and sending methods of it through the hooks that gather its weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+_ROUTE = "_drivetrain_route"
+
+
+def shard(
+    model: nn.Module,
+    *,
+    mesh: Any,
+    units: Iterable[nn.Module] = (),
+    ignored: Iterable[nn.Parameter] = (),
+    reshard: bool | int = True,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+    prefetch: bool = False,
+    before: Callable[[nn.Module], None] = lambda part: None,
+) -> Route:
+    """Shards a model in place, each of `units` apart and the rest with the root; returns the way into it.
+
+    `mesh` has one dimension, over which weights are sharded, or two: replicas, and shards. Weights that lie on "meta"
+    get no values. `before` is called with each part just before it is sharded. Parameters become DTensors: other objects than before, under the same names. Every rank calls this.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision or MixedPrecisionPolicy()}
+    options |= {"offload_policy": offload or OffloadPolicy(), "ignored_params": set(ignored)}
+    for unit in units:
+        if not isinstance(unit, FSDPModule):
+            before(unit)
+            fully_shard(unit, reshard_after_forward=reshard, **options)
+    if not isinstance(model, FSDPModule):
+        before(model)
+        # The root is needed again at once in a backward: None keeps it whole, unless a number of ranks is asked for.
+        fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **options)
+    root = cast(FSDPModule, model)
+    root.set_reduce_scatter_unused_params(True)  # a rank may not use what the others do: its part is then zero
+    if prefetch:
+        _prefetch([module for module in model.modules() if isinstance(module, FSDPModule) and module is not model])
+    return Route.of(model)
+
+
+def recompute_activations(units: Iterable[nn.Module]) -> None:
+    """Lets modules compute their activations again in a backward, instead of keeping them."""
+    for unit in units:
+        replace(unit, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False))
+
+
+def replace(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Gives a module a wrapped forward, inside of the hooks that gather its weights; its names stay as they are."""
+    vars(module)["forward"] = wrap(module.forward)
+
+
+class Route:
+    """The way into a sharded model: `forward` or any other method, inside of which its own weights are whole.
+
+    Calls within such a method go straight to the module. A method that calls `backward` and steps optimizers itself
+    is routed by `manually`, and then tells of each backward and step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.depth = 0
+        self._by_hand = False
+        self._state = cast(FSDPModule, model)._get_fsdp_state()
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+        model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._after)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Route:
+        """Returns the route into a model that is sharded, the same at each call."""
+        if _ROUTE not in vars(model):
+            vars(model)[_ROUTE] = cls(model)
+        return cast(Route, vars(model)[_ROUTE])
+
+    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of the model in the place of its forward."""
+        if self.depth:
+            return method(*args, **kwargs)
+        args, kwargs = self._state._pre_forward(self.model, args, kwargs)
+        outputs = self._run(method, *args, **kwargs)
+        return self._state._post_forward(self.model, args, outputs)
+
+    def manually(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a method that calls backward itself; see `backward` and `stepped`."""
+        self._by_hand = True
+        try:
+            return self(method, *args, **kwargs)
+        finally:
+            self._by_hand = False
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a method runs that calls backward itself."""
+        return self._by_hand
+
+    def backward(self, loss: Tensor, differentiate: Callable[[Tensor], None]) -> None:
+        """Differentiates a loss in the middle of such a method: for the hooks, a forward ends before and begins after."""
+        differentiate(self._state._post_forward(self.model, (), loss))
+        self._state._pre_forward(self.model, (), {})
+
+    def stepped(self) -> None:
+        """The weights have changed in the middle of such a method: they are gathered anew."""
+        root = cast(FSDPModule, self.model)
+        root.reshard()
+        root.unshard()
+
+    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.depth -= 1
+
+    def _abandon(self) -> None:
+        """Puts the hooks' states back after an error, so that the model can be used again."""
+        cast(FSDPModule, self.model).reset_iter_state()
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.depth else self._state._pre_forward(model, args, kwargs)
+
+    def _after(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+        return None if self.depth else self._state._post_forward(model, args, outputs)
+
+
+class Unsynchronized:
+    """The context in which backward passes of a sharded model leave gradients whole and unreduced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        groups = [group for state in _states(model) for group in state._fsdp_param_groups]
+        self._groups = groups
+
+    def __enter__(self) -> None:
+        self._set(False)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(True)
+
+    def _set(self, synchronizes: bool) -> None:
+        for group in self._groups:
+            group.reduce_grads = group.all_reduce_grads = synchronizes
+
+
+class Held:
+    """A whole gradient that a sharded model keeps until it is reduced, as something that has a `grad`."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient so far; None without one."""
+        kept: Tensor | None = self._parameter.unsharded_accumulated_grad
+        if kept is not None:
+            return kept
+        whole = getattr(self._parameter, "_unsharded_param", None)
+        return None if whole is None else whole.grad
+
+
+def held_gradients(model: nn.Module) -> list[Held]:
+    """Returns the places of gradients that wait in a model for their reduction."""
+    groups = [group for state in _states(model) for group in state._fsdp_param_groups]
+    return [Held(parameter) for group in groups for parameter in group.fsdp_params]
+
+
+def _states(model: nn.Module) -> list[Any]:
+    found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(state): state for state in found}.values())
+
+
+def _prefetch(units: list[Any]) -> None:
+    for unit, following in zip(units, units[1:]):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether `fully_shard` was applied to a module."""
+    return isinstance(model, FSDPModule)
