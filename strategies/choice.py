@@ -18,16 +18,26 @@ from .base import Strategy
 if TYPE_CHECKING:
     from .mesh import ParallelismConfig
 
-_MODULES = {"SingleDeviceStrategy": "base", "DDPStrategy": "ddp"}
+_MODULES = {
+    "SingleDeviceStrategy": "base", "DDPStrategy": "ddp",
+    "ParallelStrategy": "parallel", "TensorParallelStrategy": "parallel",
+}  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
-_LATER = ("fsdp", "fsdp2", "hsdp", "deepspeed", "tensor_parallel", "context_parallel", "pipeline", "xla", "megatron")
+_WORDS = {"tp": "TensorParallelStrategy", "tensor_parallel": "TensorParallelStrategy"}
+_LATER = ("fsdp", "fsdp2", "hsdp", "deepspeed", "context_parallel", "pipeline", "xla", "megatron")
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
-_LAUNCHED: dict[str, tuple[str, str]] = {}
+_LAUNCHED: dict[str, tuple[str, str]] = {"USE_PARALLELISM_CONFIG": ("mesh", "ParallelismConfig")}
+
+
+def followed() -> set[str]:
+    """Returns the variables of launches that some engine of this version follows."""
+    return set(_LAUNCHED)
 
 
 def registry() -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns every name of a strategy with the class that it stands for and that class's arguments."""
     names: dict[str, tuple[str, dict[str, Any]]] = {"single": ("SingleDeviceStrategy", {})}
+    names |= {word: (name, {}) for word, name in _WORDS.items()}
     for name, start in _STARTS.items():
         options = {} if start is None else {"start_method": start}
         names[name] = ("DDPStrategy", options)

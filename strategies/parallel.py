@@ -7,7 +7,7 @@ place of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from .environment import Placement
 from .following import Replacements
 from .gradient_mean import GradientMean
 from .mesh import Layout, ParallelismConfig
+from .parallel_options import TorchTensorParallelConfig
 from .precision import Precision
 from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, InitProcessGroupKwargs, TorchDynamoPlugin
 from .world import TorchWorld, World
@@ -35,7 +36,9 @@ def engine_for(parallelism: ParallelismConfig, plugin: Any = None) -> Strategy:
             f"Expected deepspeed_plugin for sp_backend='deepspeed'. Received: sp_size={parallelism.sp_size} without "
             "one. Pass a DeepSpeedPlugin, or sp_backend='torch'."
         )
-    return ParallelStrategy(parallelism)
+    kinds: dict[tuple[str, ...], type[ParallelStrategy]] = {("tp",): TensorParallelStrategy}
+    kind = kinds.get(tuple(parallelism.active_mesh_dims), ParallelStrategy)
+    return kind(parallelism=parallelism)
 
 
 class ParallelStrategy(Strategy):
@@ -196,3 +199,28 @@ class ParallelStrategy(Strategy):
         """The first process's buffers count, as they do in a checkpoint."""
         for buffer in self.unwrap(model).buffers() if self.world.size > 1 else ():
             self.world.broadcast(buffer)
+
+
+class TensorParallelStrategy(ParallelStrategy):
+    """Tensor parallel alone: all ranks share each layer, as a plan says (see tensor_parallel.py).
+
+    Args:
+        size: the degree; -1 for all processes.
+        plan: names and words, or a function of the module; None for the plan that Hugging Face models carry.
+        loss_parallel: losses on outputs that are left divided.
+        parallelism: all of that as a ParallelismConfig.
+    """
+
+    def __init__(
+        self,
+        size: int = -1,
+        plan: Any = None,
+        *,
+        loss_parallel: bool = False,
+        parallelism: ParallelismConfig | None = None,
+        start_method: str | None = None,
+    ) -> None:
+        handler = TorchTensorParallelConfig(plan=plan, loss_parallel=loss_parallel)
+        super().__init__(
+            parallelism or ParallelismConfig(tp_size=size, tp_handler=handler), start_method=start_method
+        )

@@ -515,7 +515,7 @@ class Accelerator:
         return self._accumulation
 
     def _begin_windows(self) -> None:
-        self._window = Window(self.gradient_state, self.world, self._all_parameters)
+        self._window = Window(self.gradient_state, self.strategy.loss_world, self._all_parameters)
         self._accumulation = self._new_accumulation(())
 
     def _new_accumulation(self, models: tuple[Any, ...]) -> Accumulation:
