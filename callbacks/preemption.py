@@ -16,7 +16,7 @@ import torch
 from ..strategies.environment import interactive, text
 from .base import AFTER_MODULE, Callback
 from .checkpoint import ModelCheckpoint
-from .siblings import Siblings
+from .siblings import PeerFailed, Siblings, siblings
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,6 @@ class Interrupted(SystemExit):
     def __init__(self, code: int, *, signal: str = "", checkpoint: str = "") -> None:
         super().__init__(code)
         self.signal, self.checkpoint = signal, checkpoint
-
-
-class PeerFailed(RuntimeError):
-    """Another rank has ended, and so this one has to; the message says which, and by what."""
 
 
 class Preemption(Callback):
@@ -84,7 +80,7 @@ class Preemption(Callback):
             return
         self._begin()
         self._trainer, self._process = trainer, os.getpid()
-        self._siblings = Siblings(trainer.accelerator.world)
+        self._siblings = siblings(trainer)
         if threading.current_thread() is threading.main_thread():
             for name in self.signals:
                 self._install(name)
@@ -139,7 +135,7 @@ class Preemption(Callback):
     def _install(self, name: str) -> None:
         number = getattr(signal, name)
         previous = signal.getsignal(number)
-        if previous in (signal.SIG_DFL, signal.default_int_handler):
+        if previous in (signal.SIG_DFL, signal.default_int_handler) or getattr(previous, "steps_aside", False):
             self._previous[name] = previous
             signal.signal(number, self._note)
         elif previous is not signal.SIG_IGN:

@@ -62,8 +62,8 @@ class GeneralTracker:
     While an entry is handed over, `logged_at` is the time at which it was logged, in seconds since 1970. All calls come
     from one thread. Beside these methods a tracker may have any of `MEDIA`.
 
-    Before `start`, a run that goes on sets `resume_step`: what was logged after that step will come again; and `run_id`,
-    the id in the tracker's own terms of the run to go on with. `start` sets `run_id` where the tracker has such a thing.
+    Before `start`, a run that goes on sets `resume_step`: what was logged after that step will come again; and
+    `run_id`, the id that the tracker's own run had. `start` sets `run_id` where the tracker has such a thing.
     `folder` is where the run's files lie, `title` what the run is called.
 
     `takes_batches`: rows come through `log_rows`, many at once. `survives_kill = False`: what was logged may be lost

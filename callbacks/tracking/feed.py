@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class QueuedTracker(GeneralTracker):
     """A tracker behind a bounded queue: the same interface, every call returns at once.
 
     `wrapped` is the tracker itself; `tracker` its native object, for which it waits if the run is still being opened.
-    Methods of the tracker called `log_...` and `store_...` are enqueued like `log`; other attributes are the tracker's
+    Methods of the tracker called `log_...` are enqueued like `log`; other attributes are the tracker's
     own. `timeout` is how many seconds `finish` waits. `goes_on`: what an earlier process has left belongs to this run.
     `origin` tells a later process how to make the tracker again. Problems are warned about once, and never raised.
     """
@@ -66,7 +66,7 @@ class QueuedTracker(GeneralTracker):
         self._flushes: deque[threading.Event] = deque()
         self._started = threading.Event()
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._closed = False
         self._slow = False
         self._told = False
@@ -96,6 +96,10 @@ class QueuedTracker(GeneralTracker):
         """Enqueue hyperparameters."""
         self._put(Entry("store_init_configuration", snapshot(values), None, {}, time.time()))
 
+    def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
+        """Enqueue what the run was made from."""
+        self._put(Entry("store_provenance", (values, list(files)), None, {}, time.time()))
+
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Enqueue values; costs microseconds and does not wait for accelerators."""
         self._put(Entry("log", snapshot(values), step, kwargs, time.time()))
@@ -114,7 +118,7 @@ class QueuedTracker(GeneralTracker):
         A tracker that was too slow for that is not waited for until it has caught up: what it has not got yet is
         written to a file meanwhile.
         """
-        if self._thread is None or self._closed or os.getpid() != self._process:
+        if self._thread is None or self._closed or os.getpid() != self.process:
             return
         done = threading.Event()
         self._flushes.append(done)
@@ -137,7 +141,7 @@ class QueuedTracker(GeneralTracker):
     def wait(self, deadline: float) -> None:
         """Wait for the thread until a time of `time.monotonic()`, then go on without it."""
         atexit.unregister(self.finish)
-        if self._thread is None or os.getpid() != self._process:
+        if self._thread is None or os.getpid() != self.process:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and not self._delivery.abandoned:
@@ -156,7 +160,7 @@ class QueuedTracker(GeneralTracker):
     # The caller's side
 
     def _put(self, entry: Entry) -> None:
-        if self._closed or os.getpid() != self._process:
+        if self._closed or os.getpid() != self.process:
             self._refuse(entry)
         elif not self._overflowing and len(self._entries) + len(self._delivery.in_hand) < self.capacity:
             self._entries.append(entry)
@@ -185,7 +189,7 @@ class QueuedTracker(GeneralTracker):
             self._say(f"It has nothing for {MEDIA[method]}: what is given to {method} is left out.")
 
     def _refuse(self, entry: Entry) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             self._tell("Values were logged in a forked process, which has no tracker: log where it was started.")
             return
         self._keep(entry)

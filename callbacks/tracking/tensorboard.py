@@ -11,19 +11,23 @@ import os
 import struct
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.config_pb2 import RunMetadata
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.graph_pb2 import GraphDef
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from . import media
 from .base import GeneralTracker, on_main_process
-from .values import flatten, plain, settle
+from .values import array_of, flatten, plain, settle
 
 FLUSH_SECONDS = 30
 
@@ -87,6 +91,56 @@ class TensorBoardTracker(GeneralTracker):
         """Log batches of images; `dataformats` and other options are those of `SummaryWriter.add_images`."""
         for name, value in values.items():
             self.writer.add_images(name, value, global_step=step, **kwargs)
+
+    @on_main_process
+    def log_figures(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Log matplotlib figures as images."""
+        for name, value in values.items():
+            self.writer.add_image(name, media.pictures(value)[0][..., :3], global_step=step, dataformats="HWC")
+
+    @on_main_process
+    def log_audio(self, values: dict[str, Any], step: int | None = None, sample_rate: int = 44100) -> None:
+        """Log sound, of several channels the first."""
+        for name, value in values.items():
+            sound = media.samples(value)
+            first = sound if sound.ndim == 1 else sound[:, 0]
+            self.writer.add_audio(name, first, global_step=step, sample_rate=sample_rate)
+
+    @on_main_process
+    def log_videos(self, values: dict[str, Any], step: int | None = None, fps: float = 4) -> None:
+        """Log video as animated images."""
+        for name, value in values.items():
+            frames = media.frames(value)
+            image = Summary.Image(
+                height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=media.gif(frames, fps)
+            )
+            summary = Summary(value=[Summary.Value(tag=name, image=image)])
+            self.writer._get_file_writer().add_summary(summary, step)
+
+    @on_main_process
+    def log_histograms(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of tensors or arrays; options are those of `SummaryWriter.add_histogram`."""
+        for name, value in values.items():
+            self.writer.add_histogram(name, array_of(value), global_step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self, table_name: str, columns: list[str] | None = None, data: list[list[Any]] | None = None,
+        dataframe: Any = None, step: int | None = None, **kwargs: Any,
+    ) -> None:
+        """Log a table as text."""
+        self.writer.add_text(table_name, media.markdown(*media.columns_and_rows(columns, data, dataframe)), step)
+
+    @on_main_process
+    def log_graph(self, graph: bytes) -> None:
+        """Log a model's graph (see graph.py)."""
+        self.writer._get_file_writer().add_graph((GraphDef.FromString(graph), RunMetadata()))
+
+    @on_main_process
+    def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
+        """Store it as text "provenance"."""
+        rows = [[name, value] for name, value in flatten(plain(values)).items()]
+        self.writer.add_text("provenance", media.markdown(["", ""], rows))
 
     @on_main_process
     def flush(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from ...strategies import world
 from .base import BlankTracker, GeneralTracker, filter_trackers, tracker_class, tracker_names
 from .feed import QueuedTracker
+from .termination import release, watch
 
 
 def start_trackers(
@@ -24,12 +25,16 @@ def start_trackers(
     resume_step: int | None = None,
     timeout: float = 15.0,
     run_dir: str | os.PathLike[str] | None = None,
+    run_ids: Mapping[str, str] | None = None,
+    goes_on: bool = False,
+    title: str | None = None,
 ) -> list[QueuedTracker]:
     """Start the trackers that `log_with` names (see `filter_trackers`), each behind a queue of its own.
 
     Files go to `logging_dir/project_name`, or right into `run_dir` where that is given. `config` is stored as the run's
     hyperparameters, nested as it is; `init_kwargs` are further arguments by tracker name. `resume_step`: the run goes
-    on after this step, and what was logged after it is dropped. On other ranks than 0 only trackers with
+    on after this step, and what was logged after it is dropped. `goes_on`: the folder holds this run's files; `run_ids`
+    are the ids that its trackers' runs had, by tracker name. `title` is what the run is called. On other ranks than 0 only trackers with
     `main_process_only = False` are started. Raises what `filter_trackers` raises, ValueError for unknown names in
     `init_kwargs`, and what a tracker's constructor raises.
     """
@@ -45,13 +50,20 @@ def start_trackers(
         tracker = _built(item, project_name, where, options.get(_name(item), {}))
         if resume_step is not None:
             tracker.resume_step = resume_step
-        journal_dir = Path(where[1] or ".") / where[0]
+        tracker.folder, tracker.title = Path(where[1] or ".") / where[0], tracker.title or title
+        tracker.run_id = tracker.run_id or (run_ids or {}).get(tracker.name)
         suffix = f"-rank-{rank}" if rank else ""
-        started.append(QueuedTracker(tracker, journal_dir=journal_dir, timeout=timeout, suffix=suffix))
+        origin = {} if isinstance(item, GeneralTracker) else {"project": project_name, "options": _open(options, item)}
+        feed = QueuedTracker(
+            tracker, journal_dir=tracker.folder, timeout=timeout, suffix=suffix, origin=origin,
+            goes_on=goes_on or resume_step is not None,
+        )
+        started.append(feed)
     for tracker in started:
         tracker.start()
         if config:
             tracker.store_init_configuration(dict(config))
+    watch(started)
     return started
 
 
@@ -82,6 +94,7 @@ def finish_trackers(trackers: Sequence[QueuedTracker]) -> None:
     deadline = time.monotonic() + max((tracker.timeout for tracker in trackers), default=0.0)
     for tracker in trackers:
         tracker.wait(deadline)
+    release(trackers)
 
 
 def _built(
@@ -91,6 +104,12 @@ def _built(
         return item
     build: Any = tracker_class(item)
     return build(*where, **options) if build.requires_logging_directory else build(project_name, **options)
+
+
+def _open(options: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Return a tracker's options without those that a file must not hold."""
+    secrets = ("api_key", "token", "password", "secret")
+    return {key: value for key, value in options.get(name, {}).items() if not any(word in key for word in secrets)}
 
 
 def _name(item: str | GeneralTracker) -> str:
