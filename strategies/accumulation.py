@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .gradients import GradientState
+from .sharded_gradients import scale
 
 if TYPE_CHECKING:
     from .base import Strategy
@@ -185,11 +186,9 @@ _MIXED = (
 )
 
 
-def rescale(parameters: Iterable[torch.nn.Parameter], factor: float | torch.Tensor) -> None:
+def rescale(parameters: Iterable[Any], factor: float | torch.Tensor) -> None:
     """Multiplies the gradients of these parameters in place by one factor."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    scale(parameters, factor)
 
 
 def _sum_over_ranks(total: Any, world: World) -> Any:

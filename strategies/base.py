@@ -15,13 +15,20 @@ from . import precision as precisions
 from . import subgroup
 from . import world as worlds
 from .checkpoint.tensors import clean_keys
-from .contents import fitted
+from .contents import fitted, load_module, load_state, save_module
 from .contexts import NOTHING
 from .environment import Placement
-from .optimizer import AcceleratedOptimizer, unwrap_optimizer
+from .optimizer import AcceleratedOptimizer, load_named_state, named_state, unwrap_optimizer
 from .precision import Precision
 from .scheduler import AcceleratedScheduler
-from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, KwargsHandler, TorchDynamoPlugin
+from .settings import (
+    AutocastKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    KwargsHandler,
+    TorchDynamoPlugin,
+)
 from .world import World
 
 Settings = Mapping[type, KwargsHandler]
@@ -42,6 +49,7 @@ class Strategy:
     plugin: Any = None  # the option object that it was made from
     parallelism: Any = None  # its ParallelismConfig
     mesh: Any = None  # the DeviceMesh of its ranks, after `setup`
+    reads_parts = False  # of weights and optimizer states it reads only what this process holds
     equal_forwards = False  # every rank needs the same number of forwards, in evaluations too
 
     def __init__(self) -> None:
@@ -124,6 +132,10 @@ class Strategy:
     ) -> Precision:
         """Returns the precision that a word names, as this engine computes it; further options as `create` takes."""
         return precisions.create(name, self.device, autocast=autocast, scaler=scaler, **options)
+
+    def windows(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        """Returns how gradients are accumulated, in which the options of an engine may have a say."""
+        return plugin
 
     # Preparing
 
@@ -241,10 +253,43 @@ class Strategy:
         module = self.unwrap(model)
         return clean_keys(module.state_dict(), module)
 
+    def weights(self, model: Any) -> dict[str, Any]:
+        """Returns the weights as a checkpoint keeps them, on the first process at least; every process calls this."""
+        return self.state_dict(model)
+
     def load_state_dict(self, model: Any, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Loads weights into the user's module; returns the keys that did not fit."""
         module = self.unwrap(model)
         return module.load_state_dict(fitted(state, module), strict=strict)
+
+    def optimizer_state(self, optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+        """Returns an optimizer's whole state by parameter names (`names`: by ids); every process has to call this."""
+        return named_state(optimizer, names)
+
+    def load_optimizer_state(
+        self, optimizer: Any, state: Mapping[str, Any], names: Mapping[int, str], *, label: str
+    ) -> None:
+        """Loads what `optimizer_state` returned, under any strategy."""
+        load_named_state(optimizer, state, names, label=label)
+
+    def save_weights(self, writer: Any, state: dict[str, Any], *, stem: str, **options: Any) -> None:
+        """Writes the weights of a model, as `weights` gave them; every rank calls this."""
+        if writer.world.rank == 0:
+            save_module(writer, state, name=stem, **options)
+
+    def load_weights(self, checkpoint: Any, model: Any, *, stem: str, strict: bool = True) -> Any:
+        """Loads the weights of a model; returns the keys that did not fit."""
+        return self.load_state_dict(model, load_module(checkpoint, name=stem), strict=strict)
+
+    def save_optimizer(self, writer: Any, optimizer: Any, names: Mapping[int, str], *, stem: str) -> None:
+        """Writes the state of an optimizer by its parameters' names; every rank calls this."""
+        state = self.optimizer_state(optimizer, names)
+        if writer.world.rank == 0:
+            writer.state(stem, state)
+
+    def load_optimizer(self, checkpoint: Any, optimizer: Any, names: Mapping[int, str], *, stem: str) -> None:
+        """Loads the state of an optimizer."""
+        self.load_optimizer_state(optimizer, load_state(checkpoint, stem), names, label=stem.replace("-", " "))
 
     def save(self, writer: Any, contents: Any, **options: Any) -> None:
         """Writes what was prepared (see contents.py) into a checkpoint that is open for writing."""

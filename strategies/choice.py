@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "SingleDeviceStrategy": "base", "DDPStrategy": "ddp",
-    "ParallelStrategy": "parallel", "TensorParallelStrategy": "parallel",
+    "FSDPStrategy": "fsdp", "ParallelStrategy": "parallel", "TensorParallelStrategy": "parallel", "DeepSpeedStrategy": "deepspeed",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 _WORDS = {"tp": "TensorParallelStrategy", "tensor_parallel": "TensorParallelStrategy"}
-_LATER = ("fsdp", "fsdp2", "hsdp", "deepspeed", "context_parallel", "pipeline", "xla", "megatron")
+_OFFLOAD = {"offload_optimizer_device": "cpu"}
+_LATER = ("fsdp1", "context_parallel", "pipeline", "xla", "megatron")
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
-_LAUNCHED: dict[str, tuple[str, str]] = {"USE_PARALLELISM_CONFIG": ("mesh", "ParallelismConfig")}
+_LAUNCHED: dict[str, tuple[str, str]] = {
+    "USE_FSDP": ("fsdp_plugin", "FullyShardedDataParallelPlugin"),
+    "USE_PARALLELISM_CONFIG": ("mesh", "ParallelismConfig"),
+    "USE_DEEPSPEED": ("deepspeed_plugin", "DeepSpeedPlugin"),
+}
 
 
 def followed() -> set[str]:
@@ -38,6 +43,13 @@ def registry() -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns every name of a strategy with the class that it stands for and that class's arguments."""
     names: dict[str, tuple[str, dict[str, Any]]] = {"single": ("SingleDeviceStrategy", {})}
     names |= {word: (name, {}) for word, name in _WORDS.items()}
+    names["deepspeed"] = ("DeepSpeedStrategy", {})
+    for stage in (1, 2, 3):
+        names[f"deepspeed_stage_{stage}"] = ("DeepSpeedStrategy", {"zero_stage": stage})
+    names["deepspeed_stage_2_offload"] = ("DeepSpeedStrategy", {"zero_stage": 2, **_OFFLOAD})
+    names["deepspeed_stage_3_offload"] = ("DeepSpeedStrategy", {"zero_stage": 3, **_OFFLOAD, "offload_param_device": "cpu"})
+    names |= {"fsdp": ("FSDPStrategy", {}), "fsdp2": ("FSDPStrategy", {})}
+    names["hsdp"] = ("FSDPStrategy", {"replicate": "nodes"})
     for name, start in _STARTS.items():
         options = {} if start is None else {"start_method": start}
         names[name] = ("DDPStrategy", options)

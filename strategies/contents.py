@@ -1,6 +1,8 @@
 """What a training checkpoint holds, and in which file.
 
     model.safetensors, model_1.safetensors, …   weights of the prepared models, under the user's own names
+    model.shards.json, model.shard-00000.…      instead of these, where each process writes what it holds (sharded.py);
+                                                so for optimizers
     model-extra.json (+ .safetensors), …        what their modules keep beside tensors (`get_extra_state`), if any do
     optimizer-0.json (+ .safetensors), …        optimizer state by parameter names: loads on any number of processes
     training.json (+ .safetensors)              schedulers, the loss scaler, loaders, registered objects
@@ -20,11 +22,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from . import random
+from .checkpoint import sharded
 from .checkpoint.tensor_file import data_size
 from .checkpoint.tensors import clean_keys, load_weights, save_weights
-from .optimizer import load_named_state, named_state, unwrap_optimizer
+from .optimizer import unwrap_optimizer
 from .precision import Precision
 from .scheduler import unwrap_scheduler
+from .sharded_gradients import local
 from .world import World
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _WEIGHTS = re.compile(r"model(_\d+)?(-\d{5}-of-\d{5}|-extra)?\.(safetensors(\.index\.json)?|json)")
 _SHARED = re.compile(rf"{_WEIGHTS.pattern}|(optimizer-\d+|training)\.(safetensors|json)")
+_LARGE = re.compile(r"(model(_\d+)?(-\d{5}-of-\d{5})?|optimizer-\d+)\.safetensors")
 
 
 class Contents:
@@ -56,7 +61,7 @@ class Contents:
         for optimizer in self.optimizers:
             for state in unwrap_optimizer(optimizer).state.values():
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        return data_size(tensor for tensor in tensors if not is_lazy(tensor))
+        return data_size(local(tensor) for tensor in tensors if not is_lazy(tensor))
 
     def save(
         self,
@@ -74,16 +79,15 @@ class Contents:
 
         With `loaders=False` somebody else keeps the places of the loaders.
         """
-        if strategy.world.rank == 0:
-            options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-            for index, state in enumerate(weights):
-                save_module(writer, state, name=weights_name(index), **options)
+        options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        for index, state in enumerate(weights):
+            strategy.save_weights(writer, state, stem=weights_name(index), **options)
         if weights_only:
             return
-        if strategy.world.rank == 0:
-            names = parameter_names(strategy.unwrap(model) for model in self.models)
-            for index, optimizer in enumerate(self.optimizers):
-                writer.state(f"optimizer-{index}", named_state(optimizer, names))
+        names = parameter_names(strategy.unwrap(model) for model in self.models)
+        for index, optimizer in enumerate(self.optimizers):
+            strategy.save_optimizer(writer, optimizer, names, stem=f"optimizer-{index}")
+        if writer.world.rank == 0:  # of those that save together; they keep their own ranks in the run
             writer.state("training", self._shared_state(precision, extra or {}, loaders=loaders))
         writer.state(rank_name(strategy.world.rank), self._own_state(strategy.world))
 
@@ -110,14 +114,12 @@ class Contents:
         if not weights_only:
             self._check_counts(checkpoint, saved)
         for index, model in enumerate(models):
-            state = load_module(checkpoint, name=weights_name(index))
-            strategy.load_state_dict(model, state, strict=strict)
-            del state
+            strategy.load_weights(checkpoint, model, stem=weights_name(index), strict=strict)
         if weights_only:
             return {}
         names = parameter_names(strategy.unwrap(model) for model in self.models)
         for index, optimizer in enumerate(self.optimizers):
-            load_named_state(optimizer, checkpoint.state(f"optimizer-{index}"), names, label=f"optimizer {index}")
+            strategy.load_optimizer(checkpoint, optimizer, names, stem=f"optimizer-{index}")
         self._load_shared(saved, precision, positions)
         self._load_own(checkpoint, strategy.world)
         return saved["extra"]
@@ -153,7 +155,7 @@ class Contents:
         name = rank_name(world.rank)
         if not checkpoint.has(f"{name}.json"):
             logger.warning(
-                "The checkpoint %s has no state of rank %d: it was saved by fewer processes. This rank keeps its own "
+                "The checkpoint %s has no state of rank %d: it was saved by other processes only. This rank keeps its own "
                 "random state and its own per-rank objects.", checkpoint.directory, world.rank,
             )  # fmt: skip
             return
@@ -189,7 +191,7 @@ def _epoch_only(state: dict[str, Any]) -> dict[str, Any]:
 
 def save_module(writer: Any, state: Mapping[str, Any], *, name: str = "model", **options: Any) -> None:
     """Writes a module's state dict: its weights, and beside them the states of its modules that are no tensors."""
-    extra = {key: value for key, value in state.items() if _is_extra(key, value)}
+    extra = {key: value for key, value in state.items() if is_extra(key, value)}
     save_weights(writer, {key: value for key, value in state.items() if key not in extra}, name=name, **options)
     if extra:
         writer.state(f"{name}-extra", extra)
@@ -197,11 +199,25 @@ def save_module(writer: Any, state: Mapping[str, Any], *, name: str = "model", *
 
 def load_module(checkpoint: Any, *, name: str = "model") -> dict[str, Any]:
     """Returns the state dict that `save_module` wrote."""
-    state: dict[str, Any] = load_weights(checkpoint, name=name)
+    state: dict[str, Any]
+    if sharded.is_sharded(checkpoint, name):
+        parts = sharded.open_parts(checkpoint, stem=name)
+        state = {key: parts.read(key) for key in parts.tensors}
+        state |= {alias: state[first] for alias, first in parts.aliases.items()}
+    else:
+        state = load_weights(checkpoint, name=name)
     return state | checkpoint.state(f"{name}-extra") if checkpoint.has(f"{name}-extra.json") else state
 
 
-def _is_extra(key: str, value: Any) -> bool:
+def load_state(checkpoint: Any, stem: str) -> Any:
+    """Returns nested state with whole tensors, which was written whole or in parts."""
+    if sharded.is_sharded(checkpoint, stem):
+        return sharded.load_sharded_state(checkpoint, stem, {})
+    return checkpoint.state(stem)
+
+
+def is_extra(key: str, value: Any) -> bool:
+    """Whether an entry of a state dict is what a module keeps beside tensors."""
     return key.rpartition(".")[2] == "_extra_state" and not isinstance(value, torch.Tensor)
 
 
@@ -210,8 +226,9 @@ def weights_name(index: int) -> str:
     return "model" if index == 0 else f"model_{index}"
 
 
-def read_by(rank: int, files: Iterable[str], *, weights_only: bool = False) -> list[str]:
-    """Returns which files of a checkpoint a process reads whole."""
+def read_by(rank: int, files: Iterable[str], *, weights_only: bool = False, parts: bool = False) -> list[str]:
+    """Returns which files of a checkpoint a process reads whole; with `parts` none of weights and optimizers."""
+    files = [name for name in files if not (parts and _LARGE.fullmatch(name))]
     if weights_only:
         return [name for name in files if _WEIGHTS.fullmatch(name)]
     own = {f"{rank_name(rank)}.{ending}" for ending in ("json", "safetensors")}

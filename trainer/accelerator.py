@@ -36,7 +36,7 @@ from ..callbacks.tracking import trackers
 from ..callbacks.tracking.base import filter_trackers
 from ..strategies import collectives, environment, random
 from ..strategies.accumulation import Accumulation, Window
-from ..strategies.base import Strategy, is_scheduler, parameters_of
+from ..strategies.base import Strategy, is_scheduler
 from ..strategies.checkpoint.format import Writer
 from ..strategies.checkpoint.snapshot import LARGE, Saves
 from ..strategies.checkpoint.tensors import save_weights
@@ -149,7 +149,7 @@ class Accelerator:
         )
         self.strategy, self.precision = self._set_up(engine, device, cpu, mixed_precision, kwargs_handlers)
         self.world: World = self.strategy.world
-        self.gradient_state = GradientState(plugin)
+        self.gradient_state = GradientState(self.strategy.windows(plugin))
         self.state = AcceleratorState(
             self.precision.mixed_precision, dynamo_plugin=self.dynamo_plugin, **resolution.slots(self.strategy)
         )
@@ -519,7 +519,7 @@ class Accelerator:
         self._accumulation = self._new_accumulation(())
 
     def _new_accumulation(self, models: tuple[Any, ...]) -> Accumulation:
-        parameters = (lambda: parameters_of(models)) if models else self._all_parameters
+        parameters = (lambda: self.strategy.gradient_holders(models)) if models else self._all_parameters
         return Accumulation(self._window, self.strategy, models, parameters)
 
     # transformers.Trainer and its like ask for these
@@ -528,8 +528,8 @@ class Accelerator:
     _schedulers = property(lambda self: self._contents.schedulers)
     _dataloaders = property(lambda self: self._contents.loaders)
 
-    def _all_parameters(self) -> list[torch.nn.Parameter]:
-        return parameters_of(self._contents.models)
+    def _all_parameters(self) -> list[Any]:
+        return self.strategy.gradient_holders(self._contents.models)
 
     @property
     def step(self) -> int:
@@ -878,7 +878,7 @@ class Accelerator:
         directory = checkpoint_folders.next_checkpoint(config, output_dir)
 
         def fill(writer: Any) -> None:
-            weights = [self.strategy.state_dict(model) for model in self._contents.models]
+            weights = [self.strategy.weights(model) for model in self._contents.models]
             checkpoint_folders.run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
             self.strategy.save(
                 writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only,
@@ -918,7 +918,7 @@ class Accelerator:
         options = checkpoint_folders.loading_options(strict, load_kwargs, load_model_func_kwargs)
         self.saves.wait()
         checkpoint = checkpoint_folders.open_checkpoint(
-            self.project_configuration, input_dir, self.world, weights_only=weights_only
+            self.project_configuration, input_dir, self.world, weights_only=weights_only, parts=self.strategy.reads_parts,
         )
         self._begin_windows()
         models = list(self._contents.models)

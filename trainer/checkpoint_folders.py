@@ -64,11 +64,12 @@ def open_checkpoint(
     world: World,
     *,
     weights_only: bool = False,
+    parts: bool = False,
 ) -> Checkpoint:
     """Opens the given checkpoint, or the newest complete one under automatic naming (collective).
 
     Every rank has read what it loads, and together they have verified every file, before this returns: a damaged one
-    leaves nothing half loaded.
+    leaves nothing half loaded. With `parts` weights and optimizer states are only verified, and read later in parts.
 
     Raises:
         ValueError: no folder is given or configured, or there is no checkpoint.
@@ -84,7 +85,7 @@ def open_checkpoint(
     if problem is not None:
         raise problem
     for path in candidates or []:
-        checkpoint, problem = _fetched(path, world, weights_only)
+        checkpoint, problem = _fetched(path, world, weights_only=weights_only, parts=parts)
         if problem is None:
             assert checkpoint is not None
             return checkpoint
@@ -102,14 +103,13 @@ def _candidates(config: ProjectConfiguration, input_dir: str | os.PathLike | Non
     return ordered(numbered_folder(config))
 
 
-def _fetched(path: Path, world: World, weights_only: bool) -> tuple[Checkpoint | None, Exception | None]:
+def _fetched(path: Path, world: World, **options: bool) -> tuple[Checkpoint | None, Exception | None]:
     """The checkpoint with what this rank loads, or the first rank's error, the same on all ranks."""
     checkpoint, problem = None, None
     try:
         checkpoint = Checkpoint.open(path, verify=False)
-        names = read_by(world.rank, checkpoint.files, weights_only=weights_only)
-        checkpoint.fetch(names)
-        read = {name for rank in range(world.size) for name in read_by(rank, checkpoint.files, weights_only=weights_only)}
+        checkpoint.fetch(read_by(world.rank, checkpoint.files, **options))
+        read = {name for rank in range(world.size) for name in read_by(rank, checkpoint.files, **options)}
         others = sorted(checkpoint.files.keys() - read)[world.rank :: world.size]
         if found := checkpoint.examine(others):
             raise CheckpointError(f"{checkpoint.directory} is damaged: " + "; ".join(found))
@@ -179,6 +179,7 @@ def run_save_hooks(
         for path in sorted(writer.folder.rglob("*")):
             if path.is_file():
                 writer.adopt(path.relative_to(writer.folder).as_posix())
+    writer.world.barrier("files of save_state's hooks")  # what ranks write from here on is no hook's
 
 
 def require_safe(safe_serialization: bool) -> None:

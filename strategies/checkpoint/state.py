@@ -31,16 +31,17 @@ _PLAIN = {type(None), bool, str, int, float}
 _NAN = struct.pack(">d", math.nan)
 
 
-def encode(value: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, path: str = "state", *, sharded: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return (JSON tree, tensors by name) for nested state.
 
     Holds: dict (any subclass becomes dict; keys: text, numbers, bool, None, tuples of these), list, tuple (named ones
     become plain), set, frozenset, None, bool, int, float, complex, str, bytes, numpy scalars and arrays, torch tensors
     (without graph), dtype, device, Size, pathlib paths, datetime, date, time, timedelta. Enum members that are text or
     integers become these. One tensor in two places stays one. `path` is what the state is called in names and errors.
+    With `sharded`, DTensors too: who writes them has to know what to do with them.
     Raises TypeError for anything else, naming the object and its path: "hparams.loss: a Linear".
     """
-    encoder = _Encoder(path)
+    encoder = _Encoder(path, sharded)
     return encoder.encode(value), encoder.tensors
 
 
@@ -53,7 +54,8 @@ def decode(tree: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
 
 
 class _Encoder:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, sharded: bool = False) -> None:
+        self._sharded = sharded
         self.tensors: dict[str, Tensor] = {}
         self._trail: list[Any] = [path]
         self._open: set[int] = set()  # containers that we are inside of
@@ -118,7 +120,7 @@ class _Encoder:
         return self.encode(plain)
 
     def _tensor(self, value: Tensor) -> Any:
-        if problem := unstorable(value):
+        if not (self._sharded and hasattr(value, "device_mesh")) and (problem := unstorable(value)):
             self._refuse(value, f"is {problem}")
         return {"$tensor": self._store(value, value.detach())}
 
