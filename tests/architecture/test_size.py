@@ -14,9 +14,9 @@ OTHERS = 450
 # Lines of a file, docstrings included. Raise a number only together with its reason, in the same commit.
 BUDGETS = {
     "__init__.py": 600,  # lists every public name twice: in the table and for editors
-    "strategies/base.py": 330,  # the mesh of a strategy, and its data-parallel ranks
+    "strategies/base.py": 345,  # the mesh of a strategy, the ranks that share data or losses, optimizer state
     "strategies/world.py": 320,  # a world has private groups too, for saves in the background
-    "strategies/mesh.py": 250,
+    "strategies/mesh.py": 300,  # also what Accelerate asks a ParallelismConfig for
     "strategies/environment.py": 390,  # also what a launch says to each engine, and the variables for variables.py
     "strategies/settings.py": 500,
     "strategies/precision.py": 320,  # 8-bit floats are one more
@@ -57,7 +57,7 @@ def test_file_is_within_its_budget(source):
 
 def test_budgets_name_no_file_twice_or_in_vain():
     assert len(set(BUDGETS)) == len(BUDGETS)
-    planned = {"strategies/mesh.py"}  # come with the sharded strategies
+    planned: set[str] = set()
     assert {name for name in BUDGETS if not (ROOT / name).exists()} <= planned
 
 
