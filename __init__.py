@@ -28,6 +28,7 @@ _EXPORTS: dict[str, str] = {
     "Interrupted": "callbacks.preemption",
     "PeerFailed": "callbacks.preemption",
     "Preemption": "callbacks.preemption",
+    "Rescue": "callbacks.rescue",
     "Stalled": "callbacks.watchdog",
     "Watchdog": "callbacks.watchdog",
     "CheckpointUpload": "callbacks.upload",
@@ -308,6 +309,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.preemption import Interrupted as Interrupted
     from .callbacks.preemption import PeerFailed as PeerFailed
     from .callbacks.preemption import Preemption as Preemption
+    from .callbacks.rescue import Rescue as Rescue
     from .callbacks.watchdog import Stalled as Stalled
     from .callbacks.watchdog import Watchdog as Watchdog
     from .callbacks.base import Callback as Callback

@@ -36,8 +36,8 @@ class ModelCheckpoint(Callback):
 
     ``filename`` is a template, "{epoch}-{step}-{val_loss:.2f}", that becomes "epoch=2-step=300-val_loss=0.12"
     (``auto_insert_metric_name=False`` leaves the names out). A name that is taken gets "-v1", "-v2", … unless
-    ``enable_version_counter=False``, which replaces what lies there. ``save_on_exception`` saves when the fit raises,
-    in runs of one process: other ranks may be waiting elsewhere.
+    ``enable_version_counter=False``, which replaces what lies there. ``save_on_exception`` saves when the fit raises;
+    on several ranks those save that come within seconds, where each holds the whole state.
 
     With ``asynchronous`` (None: where the state takes 64 MiB or more) training waits only until the state is copied,
     and the copy is written beside it; a save that fails raises at the end of a later step.
@@ -171,6 +171,11 @@ class ModelCheckpoint(Callback):
             self._monitored.used = state_dict["used"]
         self._kept = self._planned = Kept(**state_dict["kept"]).found(state_dict["dirpath"], str(self.dirpath or ""))
 
+    @property
+    def last_steps(self) -> set[int]:
+        """The steps of the newest whole checkpoints."""
+        return set() if self.save_weights_only else {self._saved_step, self._urgent_step}
+
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage != "fit":
             return
@@ -232,8 +237,8 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self._planned is not self._kept:  # the save that was being written has failed
             self._planned, self._saved_step = self._kept, -1
-        if self.save_on_exception and self._fitting and trainer.global_step != self._saved_step:
-            rescue(trainer, lambda: self.save_now(trainer, agreed=False))
+        if self.save_on_exception and self._fitting:
+            rescue(trainer, exception, lambda: self.save_now(trainer, agreed=False), saved=self.last_steps)
         self._fitting = False
 
     def save_now(self, trainer: Any, *, agreed: bool = True) -> str:
@@ -351,7 +356,7 @@ class ModelCheckpoint(Callback):
 
 
 class OnExceptionCheckpoint(Callback):
-    """Save the checkpoint ``dirpath``/``filename`` when a fit raises, in runs of one process."""
+    """Save the checkpoint ``dirpath``/``filename`` when a fit raises; on several ranks, see ``save_on_exception``."""
 
     priority = AFTER_MODULE + 100
 
@@ -367,7 +372,7 @@ class OnExceptionCheckpoint(Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if trainer.session.stage == "fit":
             path = self.dirpath / self._template.render(_counters(trainer))
-            rescue(trainer, lambda: trainer.save_checkpoint(path))
+            rescue(trainer, exception, lambda: trainer.save_checkpoint(path))
 
 
 def _counters(trainer: Any) -> dict[str, Any]:

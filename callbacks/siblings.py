@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -13,6 +14,10 @@ from ..strategies.notices import Notices
 
 
 _PAUSE = 1.0  # seconds between two looks at what the others say
+
+
+class PeerFailed(RuntimeError):
+    """Another rank has ended, and so this one has to; the message says which, and by what."""
 
 
 class Siblings:
@@ -42,6 +47,12 @@ class Siblings:
         gone = next((rank for rank, pid in self._processes.items() if not alive(pid)), None)
         return None if gone is None else f"rank {gone}: its process {self._processes[gone]} is gone"
 
+    def gone(self) -> set[int]:
+        """Return the ranks that are known to have failed, or to be no more."""
+        told = re.match(r"rank (\d+): ", self.world.peer_failure() or "")
+        failed = {int(told[1])} if told else set()
+        return failed | {rank for rank, pid in self._processes.items() if not alive(pid)}
+
     def say(self, word: str) -> None:
         """Let all others know ``word``, without waiting for them; once."""
         if not self._said:
@@ -63,6 +74,13 @@ class Siblings:
         """Wait until every rank has come here; one that never comes is none of our business any more."""
         with suppress(RuntimeError):
             self.world.barrier("the end after a signal")
+
+
+def siblings(trainer: Any) -> Siblings:
+    """Return the other ranks of a trainer's run; collective where it is asked for the first time."""
+    if trainer.session.siblings is None:
+        trainer.session.siblings = Siblings(trainer.accelerator.world)
+    return trainer.session.siblings
 
 
 def alive(pid: int) -> bool:

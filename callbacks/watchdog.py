@@ -20,7 +20,7 @@ from .durations import DurationLike, seconds
 
 _ANSWER = 2.0  # seconds in which every rank that can still speak tells the others where it is
 _GRACE = 5.0  # seconds for the main thread to end the run in good order
-_WAITING = ("torch/distributed/", "torch/autograd/graph.py", "drivetrain/strategies/world.py")  # where ranks meet
+WAITING = ("torch/distributed/", "torch/autograd/graph.py", "drivetrain/strategies/world.py")  # where ranks meet
 
 
 class Stalled(RuntimeError):
@@ -110,7 +110,7 @@ class Watchdog(Callback):
         trainer, rank, size = self._trainer, self._notices.rank, self._notices.size
         stack = traceback.extract_stack(frame) if frame is not None else []
         files = [entry.filename.replace(os.sep, "/") for entry in stack[-4:]]
-        waits = any(part in file for part in _WAITING for file in files)
+        waits = any(part in file for part in WAITING for file in files)
         where = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "no Python code"
         text = (
             f"Rank {rank} of {size} has ended no step for {self.timeout:g} s: stage {trainer.stage}, epoch "

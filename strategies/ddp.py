@@ -41,6 +41,7 @@ class DDPStrategy(Strategy):
 
     name = "ddp"
     launches = True
+    replicates = True
 
     def __init__(
         self,

@@ -85,6 +85,11 @@ class World:
         """Every rank's value, in rank order, on every rank."""
         return [value]
 
+    def placed(self, values: list[Value], missing: Value) -> list[Value]:
+        """What was gathered, by rank of the whole world; only where some of its ranks are gone (see survivors.py) is
+        there something missing."""
+        return values
+
     def agree(self, flag: bool, *, how: str = "any") -> bool:
         """Whether `any` (or `all`) of the ranks say so; the same answer on every rank."""
         _check_how(how)

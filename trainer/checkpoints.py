@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.rescue import FOLDER
 from ..strategies.checkpoint.folders import sweep
 from ..strategies.checkpoint.format import Checkpoint, newest
 from ..strategies.checkpoint.state import encode
@@ -172,6 +173,7 @@ def last_checkpoint(trainer: Trainer) -> Path | Remote | None:
     It is a remote one where ``CheckpointUpload`` copied one that is newer than all that lie here.
     """
     here = _last_here(trainer)
+    _tell_of_rescued(trainer, here)
     time = Checkpoint.open(here, verify=False).manifest["time"] if here is not None else ""
     found = newest_copy(trainer, later_than=time) or here
     if found is None:
@@ -194,6 +196,16 @@ def _last_here(trainer: Trainer) -> Path | None:
         if found is not None:
             return found.resolve()
     return None
+
+
+def _tell_of_rescued(trainer: Trainer, found: Path | None) -> None:
+    """Name what healthy ranks have saved when one failed, if it is ahead: it is not exact, so nobody takes it unasked."""
+    run = run_of(found) or "*"
+    for folder in sorted((Path(trainer.default_root_dir) / "runs").glob(f"{run}/{FOLDER}"), reverse=True)[:1]:
+        rescued = newest(folder)
+        step = -1 if rescued is None else Checkpoint.open(rescued, verify=False).manifest["step"]
+        if step > (-1 if found is None else Checkpoint.open(found, verify=False).manifest["step"]):
+            logger.warning("A rank has failed after step %d, which %s holds; resume=<that path> takes it.", step, rescued)
 
 
 def restore(session: Session) -> None:

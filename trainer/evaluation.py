@@ -28,20 +28,22 @@ def evaluate(session: Session, stage: str, *, undo: Callable[[], None] = lambda:
     ``stage`` is "validate", "sanity_check", "test" or "predict". Modes of all submodules, random states and
     gradients are afterwards as they were before. Outputs of "predict" are collected in ``session.predictions``.
 
-    When a signal came (``trainer.interrupted``) it is left between two batches, unless an accumulation window is open:
-    then everything, metrics too, is as if it had not begun, ``undo`` is called, and ``on_stop`` ends the run.
+    When a signal came (``trainer.interrupted``) it is left between two batches, unless an accumulation window is open,
+    and ``on_stop`` ends the run. After that, as after an error, metrics are as if it had not begun, and ``undo`` is
+    called.
     """
     trainer, metrics = session.trainer, session.metrics
     outer, states = trainer.stage, metrics.metric_states()
     trainer.stage = stage
     try:
         return _evaluated(session, stage)
-    except Abandoned:
+    except BaseException as error:
         metrics.forget(stage, states)
         trainer.stage = outer
         undo()
-        session.abandoned = True
-        session.hooks.fire("on_stop")
+        if isinstance(error, Abandoned):
+            session.abandoned = True
+            session.hooks.fire("on_stop")
         raise
     finally:
         trainer.stage = outer

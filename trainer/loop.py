@@ -28,15 +28,19 @@ counters name.
 from __future__ import annotations
 
 import logging
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Callable
 
+from ..strategies.optimizer import AcceleratedOptimizer
 from .evaluation import evaluate
-from .steps import choose_step
+from .steps import AutomaticStep, choose_step
 
 if TYPE_CHECKING:
     from .session import Session
 
 logger = logging.getLogger(__name__)
+
+STEPPING = {AcceleratedOptimizer.step.__code__, AutomaticStep.after_update.__code__}  # in which weights change
 
 
 class FitLoop:
@@ -50,6 +54,7 @@ class FitLoop:
         self.requests: list[Callable[[], None]] = []  # checkpoints to write at the next edge
         self.saves = session.trainer.accelerator.saves  # of which one may be written beside training
         self.edge = self._counters()  # as they were at the last edge
+        self.edge_step = self.progress.step
         self.step = choose_step(self)
         self._schedule = session.trainer.schedule
         self._world = session.trainer.accelerator.world
@@ -112,7 +117,7 @@ class FitLoop:
     def after_batch(self, *, last: bool) -> bool:
         """Do what is due between two batches; return whether training has to stop here."""
         if self.at_edge:
-            self.edge = self._counters()
+            self.edge, self.edge_step = self._counters(), self.progress.step
         if self.validation_due and not last:
             self.validate()
         if not self.at_edge:
@@ -196,6 +201,11 @@ class FitLoop:
         """Write the checkpoints that were asked for while a window was open."""
         while self.requests:
             self.requests.pop(0)()
+
+    def between_steps(self, error: BaseException) -> bool:
+        """Tell whether weights and optimizers are those of a step, after an error: not where it came within one."""
+        codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+        return self.at_edge or (self.edge_step == self.progress.step and not codes & STEPPING)
 
     def _counters(self) -> tuple[int, int, int, int]:
         progress = self.progress

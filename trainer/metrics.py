@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _COMPACT_AT = 256
+NOTHING = {"total": None, "values": None, "weight": 0.0, "fresh": False}  # that a series has collected
 _VALUES = ("callback", "logged", "progress_bar", "steps")
 
 
@@ -279,7 +280,8 @@ class Metrics:
         known = {name: s for name, s in self.table("train").items() if s.metric is None or id(s.metric) in paths}
         series = {name: s.state_dict(paths) for name, s in known.items()}
         mine = {"series": series, "metrics": {path: _metric_state(m) for path, m in self._metrics() if m._update_count}}
-        ranks = self.world.gather_object(mine)
+        nothing = {"series": {name: entry | NOTHING for name, entry in series.items()}, "metrics": {}}
+        ranks = self.world.placed(self.world.gather_object(mine), nothing)
         finals = {name: final(s, ranks) for name, s in known.items() if callable(s.reduction) and s.due}
         return {"ranks": ranks, "finals": finals, "values": self.values()}
 
@@ -291,8 +293,7 @@ class Metrics:
         if not moved:
             ranks = [ranks[self.world.rank]]
         elif self.world.rank:  # another world size: rank 0 takes what all ranks had, the others begin with nothing
-            nothing = {"total": None, "values": None}
-            ranks = [{"series": {k: e | nothing for k, e in r["series"].items()}, "metrics": {}} for r in ranks]
+            ranks = [{"series": {k: e | NOTHING for k, e in r["series"].items()}, "metrics": {}} for r in ranks]
         finals = state.get("finals", {})
         self.forgotten = bool(finals)
         for saved in ranks:

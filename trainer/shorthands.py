@@ -12,6 +12,7 @@ from ..callbacks.clipping import GradientClipping
 from ..callbacks.preemption import Preemption
 from ..callbacks.profiler import Profiler
 from ..callbacks.progress import Progress
+from ..callbacks.rescue import Rescue
 from ..callbacks.summary import ModelSummary
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
@@ -58,6 +59,8 @@ def callbacks_of(given: dict[str, Any]) -> list[Callback]:
             callbacks.append(kind())
     if not given["barebones"] and not any(isinstance(c, Preemption) for c in callbacks):
         callbacks.append(Preemption())
+    if not given["barebones"] and any(isinstance(c, ModelCheckpoint) for c in callbacks):
+        callbacks += [] if any(isinstance(c, Rescue) for c in callbacks) else [Rescue()]
     return callbacks
 
 
