@@ -43,6 +43,7 @@ _EXPORTS: dict[str, str] = {
     "ModelSummary": "callbacks.summary",
     "OnExceptionCheckpoint": "callbacks.checkpoint",
     "Profiler": "callbacks.profiler",
+    "Report": "callbacks.report.record",
     "Progress": "callbacks.progress",
     "Timer": "callbacks.timer",
     "Tracking": "callbacks.tracking.callback",
@@ -324,6 +325,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.norms import NormMonitor as NormMonitor
     from .callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from .callbacks.profiler import Profiler as Profiler
+    from .callbacks.report.record import Report as Report
     from .callbacks.progress import Progress as Progress
     from .callbacks.summary import ModelSummary as ModelSummary
     from .callbacks.timer import Timer as Timer

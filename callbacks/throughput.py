@@ -1,4 +1,4 @@
-"""How fast a run goes: steps, samples, tokens and operations a second, and the share of time spent on waiting for data."""
+"""How fast a run goes: steps, samples, tokens and operations a second, and the share of the time spent on data."""
 
 from __future__ import annotations
 

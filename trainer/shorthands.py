@@ -13,6 +13,7 @@ from ..callbacks.preemption import Preemption
 from ..callbacks.profiler import Profiler
 from ..callbacks.progress import Progress
 from ..callbacks.rescue import Rescue
+from ..callbacks.report.record import Report
 from ..callbacks.summary import ModelSummary
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
@@ -48,6 +49,8 @@ def callbacks_of(given: dict[str, Any]) -> list[Callback]:
             )
     _add_settings(callbacks, given)
     callbacks += _tracking(given["logger"], callbacks)
+    if any(isinstance(c, Tracking) for c in callbacks) and not any(isinstance(c, Report) for c in callbacks):
+        callbacks.append(Report())
     for name, kind in _SWITCHES.items():
         present = any(isinstance(c, kind) for c in callbacks)
         if given[name] is False and present:
