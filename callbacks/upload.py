@@ -118,7 +118,8 @@ class CheckpointUpload(Callback):
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="checkpoint upload", daemon=True)
+            target, name = self._work, "checkpoint upload"
+            self._thread = threading.Thread(target=target, args=(self._jobs,), name=name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 

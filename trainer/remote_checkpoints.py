@@ -29,7 +29,7 @@ class Remote:
 
 
 def found_at(trainer: Trainer, url: str) -> Remote:
-    """Return the checkpoint at ``url``, or the newest complete one in it; raises FileNotFoundError where there is none."""
+    """Return the checkpoint at ``url``, or the newest complete one in it; FileNotFoundError where there is none."""
     options = next((u.storage_options for u in _uploads(trainer) if url.startswith(u.url)), None)
     try:
         return _remote(url, options)

@@ -2,7 +2,8 @@
 
 While a folder is written, replaced or removed it lies beside its final name under a hidden one,
 `.<name>.<kind>-<host>-<pid>-<start>-<token>`: kind is "writing", "replaced", "removing", or "copying" (second names of
-its files for as long as they are copied elsewhere); host, pid and start (when that process began) say whose it is, so that anybody can tell whether its owner still lives.
+its files for as long as they are copied elsewhere); host, pid and start (when that process began) say whose it is, so
+that anybody can tell whether its owner still lives.
 """
 
 from __future__ import annotations

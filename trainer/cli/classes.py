@@ -1,23 +1,35 @@
 """The classes that a config names: importing them, and what arguments they have.
 
-A module is imported only because a config file, a variable or the command line of this run names a class in it.
+A module is imported only because a config file, a variable or the command line of this run names a class in it, and
+never one of Python's standard library. docs/security.md has the whole rule.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
+import sys
 import traceback
 from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ...callbacks.base import Callback
+from ..datamodule import DataModule
 from .sources import COMMAND_LINE, Layer, UsageError
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+_MADE = (Module, Dataset, DataLoader, Sampler, Optimizer, LRScheduler, Callback, DataModule)
+"""What functions that a config names may make."""
 _SKIPPED: dict[str, set[str]] = {"model": set(), "data": set(), "optimizer": {"params"}, "lr_scheduler": {"optimizer"}}
 """Key that names a class → arguments that the trainer gives to that class, not the config."""
 
@@ -33,6 +45,7 @@ def preload(layers: Sequence[Layer]) -> None:
 def import_class(path: str, source: str) -> Any:
     """Return the object at a dotted path; raises UsageError that says what is missing, with the nearest name."""
     parts = path.split(".")
+    _refuse_standard(parts[0], path, source)
     for count in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:count])
         try:
@@ -47,11 +60,46 @@ def import_class(path: str, source: str) -> Any:
             if not hasattr(value, parts[index]):
                 raise UsageError(_no_attribute(".".join(parts[:index]), parts[index], dir(value), source))
             value = getattr(value, parts[index])
+            _refuse_standard(_home(value), path, source)
         return value
     raise UsageError(
         f"Expected the dotted path of a class. Received: class_path={path} ({source}), and there is no module "
         f"{parts[0]}. Install it, or start drivetrain in the folder that holds {parts[0]}.py."
     )
+
+
+def is_named(value: Any) -> bool:
+    """Tell whether a value of a config names a class to be built: {class_path: …, init_args: …}."""
+    return hasattr(value, "get") and isinstance(value.get("class_path"), str)
+
+
+def standard_modules() -> list[str]:
+    """Return the names of the standard library's modules, without those that a module of yours here has taken."""
+    here = Path.cwd()
+
+    def own(name: str) -> bool:
+        return (here / f"{name}.py").exists() or (here / name / "__init__.py").exists()
+
+    return [name for name in sorted(sys.stdlib_module_names) if name in sys.builtin_module_names or not own(name)]
+
+
+def check_callables(values: Any) -> None:
+    """Refuse, before anything is built, each function that a class_path names and that does not say what it makes."""
+    for path in dict.fromkeys(_class_paths(values)):
+        made = import_class(path, "config")
+        if not isinstance(made, type) and not _makes(made):
+            raise UsageError(
+                f"Expected a class, or a function that says which class it returns. Received: class_path={path}. "
+                "A config calls no other functions."
+            )
+
+
+def _makes(function: Any) -> bool:
+    try:
+        made = get_type_hints(function).get("return")
+    except Exception:  # whatever a foreign signature does
+        return False
+    return isinstance(made, type) and issubclass(made, _MADE)
 
 
 def class_arguments(path: str) -> list[str]:
@@ -81,7 +129,26 @@ def shortened(help_text: str) -> str:
     return re.sub(r",\s+known\s+subclasses:[^)]*\)", ")", help_text)
 
 
+def _home(value: Any) -> str:
+    """The top-level package in which something is defined, wherever it is imported from."""
+    if inspect.ismodule(value):
+        return value.__name__.partition(".")[0]
+    kind = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+    return (getattr(kind, "__module__", None) or "").partition(".")[0]
+
+
+def _refuse_standard(top: str, path: str, source: str) -> None:
+    """Nothing that a run is made of lies in the standard library, but much that runs commands does."""
+    if top not in standard_modules():
+        return
+    raise UsageError(
+        f"Expected a class of drivetrain, torch, another installed package or your own. Received: class_path={path} "
+        f"({source}), which is part of Python's standard library ({top}). A config cannot name what lies there."
+    )
+
+
 def _class_paths(values: Any) -> Iterator[str]:
+    values = values.as_dict() if isinstance(values, Namespace) else values
     if isinstance(values, dict):
         yield from _named(values)
     for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():

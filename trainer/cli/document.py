@@ -7,6 +7,7 @@ import re
 from typing import Any, Callable
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
+_MOST = 1_000_000  # values in a document
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n", ".inf", ".nan"}  # what some YAML reader converts
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
@@ -20,16 +21,36 @@ Source = Callable[[tuple], str]
 def read(text: str) -> Any:
     """Return what a YAML or JSON text says; raises yaml.YAMLError.
 
-    Unlike YAML 1.1: ``1e-3`` is a number, ``1:12:00:00`` and ``2026-01-31`` are strings (a time is written so).
+    Unlike YAML 1.1: ``1e-3`` is a number, ``1:12:00:00`` and ``2026-01-31`` are strings (a time is written so). Tags
+    that make objects are refused, and so are texts that say far more than they hold, by aliases of aliases.
     """
     import yaml
 
-    return yaml.load(text, Loader=_loader())
+    try:
+        tree = yaml.load(text, Loader=_loader())
+        size = _size(tree, {})
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply, or contains itself") from None
+    except (ValueError, OverflowError) as error:
+        raise yaml.YAMLError(str(error)) from None
+    if size > _MOST:
+        raise yaml.YAMLError(f"its aliases stand for more than {_MOST:,} values")
+    return tree
 
 
 def write(tree: dict[str, Any], source: Source) -> str:
     """Return ``tree`` as YAML, each value followed by a comment: what ``source`` answers for its path."""
     return "\n".join(_mapping(tree, (), source)) + "\n"
+
+
+def _size(tree: Any, known: dict[int, int]) -> int:
+    """How many values a tree shows, each alias counted as what it stands for."""
+    if not isinstance(tree, (dict, list)):
+        return 1
+    if id(tree) not in known:
+        inner = tree.values() if isinstance(tree, dict) else tree
+        known[id(tree)] = 1 + sum(_size(value, known) for value in inner)
+    return known[id(tree)]
 
 
 def _loader() -> Any:

@@ -6,14 +6,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.durations import Duration
 from . import document
-from .classes import preload
+from .classes import check_callables, import_class, is_named, preload, standard_modules
 from .explain import explain
 from .help import KEYS
 from .sources import ConstructionError, Layer, UsageError
@@ -28,6 +28,8 @@ class RunParser(ArgumentParser):
         import yaml
 
         set_loader(_MODE, document.read, exceptions=(yaml.YAMLError,))
+        # A class is built only where its kind is declared, and what runs commands cannot be named (docs/security.md).
+        set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=standard_modules())
         register_type(Duration, _duration_text, _duration)
         super().__init__(
             **{"exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE, "print_config": None, **options}
@@ -86,9 +88,17 @@ class RunParser(ArgumentParser):
 
 def construct(parser: RunParser, config: Namespace) -> Namespace:
     """Build the objects that ``config`` names; an exception of a constructor becomes a ConstructionError."""
+    check_callables(config)
     failures: list[tuple[type, Exception]] = []
 
+    refused: list[UsageError] = []
+
     def build(cls: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            _check_built(cls, kwargs)
+        except UsageError as error:  # what calls this makes another one of it
+            refused.append(error)
+            raise
         try:
             return cls(*args, **kwargs)
         except Exception as error:
@@ -98,9 +108,55 @@ def construct(parser: RunParser, config: Namespace) -> Namespace:
     try:
         return parser.instantiate(config, instantiators=[(build, object, True)])
     except Exception as error:
+        if refused:
+            raise refused[0] from None
         if failures:  # the innermost; what wraps it only repeats its text
             raise ConstructionError(_failed_constructor(*failures[0])) from failures[0][1]
         raise UsageError(explain(str(error), ())) from None
+
+
+def build_named(value: Any, kinds: tuple[type, ...], key: str) -> Any:
+    """Return ``value`` with the classes that it names built, alone or in a list, where they are of these kinds.
+
+    For arguments whose type says no kind. drivetrain's own classes count too: the options of an engine have no base.
+    """
+    if isinstance(value, (list, tuple)):
+        return [build_named(item, kinds, key) for item in value]
+    if not is_named(value):
+        return value
+    path = value["class_path"]
+    cls, own = import_class(path, key), __name__.partition(".")[0]
+    if not isinstance(cls, type) or not (issubclass(cls, kinds) or cls.__module__.partition(".")[0] == own):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise UsageError(f"Expected {key} to be a subclass of {names}. Received: {path}. Name one.")
+    parser = RunParser()
+    parser.add_subclass_arguments(cls, "named", fail_untyped=False)
+    arguments = value.get("init_args") or {}
+    arguments = arguments.as_dict() if isinstance(arguments, Namespace) else arguments
+    try:
+        config = parser.parse_object({"named": {"class_path": path, "init_args": arguments}})
+    except ArgumentError as error:
+        raise UsageError(explain(str(error), ()).replace("named", key)) from None
+    return construct(parser, config).named
+
+
+def _check_built(cls: Any, arguments: dict[str, Any]) -> None:
+    """Refuse classes where no kind is declared."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for argument, value in arguments.items():
+        if path := _left(value):
+            raise UsageError(
+                f"Expected the argument {argument} of {name} to say which class it takes. Received: class_path={path}, "
+                f"for an argument of any type. Annotate it, such as {argument}: torch.nn.Module."
+            )
+
+
+def _left(value: Any) -> str | None:
+    """A class path in a value that was not built."""
+    if is_named(value):
+        return value["class_path"]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, map(_left, inner)), None)
 
 
 def _duration(value: Any) -> Duration:

@@ -12,7 +12,10 @@ from jsonargparse import Namespace
 
 from ... import __version__
 from ...callbacks.base import Callback
+from ...callbacks.tracking.base import GeneralTracker
+from ...strategies.base import Strategy
 from ...strategies.random import set_seed
+from ..accelerator import Accelerator
 from ..datamodule import DataModule
 from ..module import TrainModule
 from ..trainer import Trainer
@@ -20,11 +23,16 @@ from . import document
 from .classes import class_pages, shortened
 from .main import RUNS
 from .optimizers import provide_optimizer
-from .parser import RunParser, construct
+from .parser import RunParser, build_named, construct
 from .sources import DEFAULT, UsageError, check, collect, outside, plain_errors, source_of
 from .written import SaveConfig
 
 _log = logging.getLogger(__name__)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "logger": (GeneralTracker, Callback), "profiler": (Callback,), "strategy": (Strategy,),
+    "accelerator": (Accelerator,),
+}  # fmt: skip
+"""Arguments of the Trainer that take many things → the classes that a config may name there."""
 
 
 class TrainCLI:
@@ -159,6 +167,9 @@ class TrainCLI:
 
     def _trainer(self, arguments: Namespace, settings: str) -> Trainer:
         options = dict(vars(arguments))
+        for name, kinds in _KINDS.items():
+            if name in options:
+                options[name] = build_named(options[name], kinds, f"trainer.{name}")
         if "seed" in options:
             options["seed"] = self.config.seed_everything
         leaves_files = not (options.get("fast_dev_run") or options.get("barebones"))
