@@ -261,9 +261,10 @@ class QueuedTracker(GeneralTracker):
     def _take(self) -> list[Entry]:
         """Return some of the oldest entries (lock held); those in memory are older than those in the overflow."""
         entries: list[Entry] = []
-        while self._entries and len(entries) < BATCH:
+        most = min(BATCH, self.capacity)
+        while self._entries and len(entries) < most:
             entries.append(self._entries.popleft())
-        while self._overflowing and len(entries) < BATCH:
+        while self._overflowing and len(entries) < most:
             try:
                 entries.append(Entry.parse(self._overflow.take()))
             except (OSError, ValueError) as error:
