@@ -49,6 +49,7 @@ class Strategy:
     plugin: Any = None  # the option object that it was made from
     parallelism: Any = None  # its ParallelismConfig
     mesh: Any = None  # the DeviceMesh of its ranks, after `setup`
+    divide_batch: Any = None  # a function of a batch: this rank's part of its sequences, and that part's share
     reads_parts = False  # of weights and optimizer states it reads only what this process holds
     equal_forwards = False  # every rank needs the same number of forwards, in evaluations too
 
@@ -238,6 +239,10 @@ class Strategy:
     def gradient_holders(self, models: Iterable[Any]) -> list[Any]:
         """Returns what holds gradients of these models, each as its `grad`: their parameters."""
         return list(parameters_of(models))
+
+    def divided_buffers(self, buffers: list[Any], dims: list[int], kept: set[Any]) -> Any:
+        """Returns the context in which this process has its part of each tensor along a dimension of sequences."""
+        return NOTHING
 
     def join(self, joinables: list[Any], **options: Any) -> Any:
         """Returns the context in which processes that ran out of batches take part in the others' reductions."""

@@ -667,8 +667,12 @@ class Accelerator:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: sequences are never split in this version."""
-        return NOTHING
+        """Returns a context in which tensors are this process's part of each sequence, and attention sees all of it.
+
+        `buffers` are cut in place along `buffer_seq_dims`, and put back at its end but for `no_restore_buffers`.
+        Without cp_size or sp_size it does nothing.
+        """
+        return self.strategy.divided_buffers(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def set_trigger(self) -> None:
         """Raises this process's flag, which `check_trigger` shows to all."""

@@ -89,7 +89,7 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
         loader.set_epoch(session.trainer.progress.validations)
     index = -1
     for index, batch in enumerate(loader):
-        metrics.samples = loader.samples if loader.counted else None
+        metrics.samples = loader.measure if loader.counted else None
         for hook in on_start:
             hook(batch, index, loader_index)
         with accelerator.autocast():

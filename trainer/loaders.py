@@ -103,6 +103,7 @@ def prepared(loader: Any, stage: str, *, accelerator: Any, limit: int | float | 
     loader = accelerator.prepare_data_loader(loader)
     loader.lockstep = training
     loader.transfer = transfer
+    loader.divide = accelerator.strategy.divide_batch
     loader.limit = number_of_batches(loader, limit, stage)
     return loader
 

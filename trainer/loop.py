@@ -94,7 +94,7 @@ class FitLoop:
         for batch in loader:
             self.at_edge = False
             index = progress.batch
-            metrics.samples = loader.samples if counted else None
+            metrics.samples = loader.measure if counted else None
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
                     self.at_edge = True

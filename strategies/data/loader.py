@@ -65,7 +65,8 @@ class DataLoaderShard(DataLoader):
     epoch, `batches`: how many are left, `remainder`: real samples of a short last global batch, else -1; each None
     where it cannot be known. Settable: `lockstep` (True: a rank without samples in the last global batch repeats one
     with weight 0; False: it gets no batch), `limit` (this rank's batches of an epoch, if it is to end before its data
-    do), `transfer` (replaces the move to the device).
+    do), `transfer` (replaces the move to the device), `divide` (cuts this rank's part out of a batch that several ranks
+    share, and tells its share in a mean over all of them, times their number; `measure` is `samples` times that).
     """
 
     __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's own compares names on each store
@@ -78,6 +79,8 @@ class DataLoaderShard(DataLoader):
         self.device, self.seed, self.epoch, self.lockstep = torch.device("cpu"), seed, 0, True
         self.limit: int | None = None
         self.transfer: Callable[[Any], Any] | None = None
+        self.divide: Callable[[Any], tuple[Any, float]] | None = None
+        self.measure: float | None = None
         self.move: Callable[[Any], Any] | None = None
         self.data = StreamData(base) if isinstance(base.dataset, IterableDataset) else MapData(base)
         self._ranks = Division(self.data, world=world, config=config)
@@ -147,9 +150,15 @@ class DataLoaderShard(DataLoader):
                 if batch is NOTHING:
                     done += 1  # a step of the others
                     continue
+                part = None
+                if self.divide is not None:
+                    batch, part = self.divide(batch)
                 if move is not None:
                     batch = move(batch)  # should it fail, the place is still that of the batch before
                 _, _, self.samples, self.global_samples, self.weight, self.position, last, _, self.remainder = share
+                self.measure = self.samples
+                if part is not None and self.samples is not None:
+                    self.weight, self.measure = self.weight * part, self.samples * part
                 if left is not None:
                     left = left - 1 if left > 1 else 1  # more may come than the data set said
                 done += 1
