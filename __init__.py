@@ -26,6 +26,7 @@ _EXPORTS: dict[str, str] = {
     "AnomalyError": "callbacks.anomaly",
     "AnomalyPolicy": "callbacks.anomaly",
     "Interrupted": "callbacks.preemption",
+    "OutOfMemory": "callbacks.out_of_memory",
     "PeerFailed": "callbacks.preemption",
     "Preemption": "callbacks.preemption",
     "Rescue": "callbacks.rescue",
@@ -308,6 +309,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.anomaly import AnomalyError as AnomalyError
     from .callbacks.anomaly import AnomalyPolicy as AnomalyPolicy
     from .callbacks.preemption import Interrupted as Interrupted
+    from .callbacks.out_of_memory import OutOfMemory as OutOfMemory
     from .callbacks.preemption import PeerFailed as PeerFailed
     from .callbacks.preemption import Preemption as Preemption
     from .callbacks.rescue import Rescue as Rescue

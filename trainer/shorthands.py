@@ -9,6 +9,7 @@ from ..callbacks.accumulation import GradientAccumulation
 from ..callbacks.base import Callback
 from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.clipping import GradientClipping
+from ..callbacks.out_of_memory import OutOfMemory
 from ..callbacks.preemption import Preemption
 from ..callbacks.profiler import Profiler
 from ..callbacks.progress import Progress
@@ -60,10 +61,10 @@ def callbacks_of(given: dict[str, Any]) -> list[Callback]:
             )
         if given[name] is not False and not present:
             callbacks.append(kind())
-    if not given["barebones"] and not any(isinstance(c, Preemption) for c in callbacks):
-        callbacks.append(Preemption())
-    if not given["barebones"] and any(isinstance(c, ModelCheckpoint) for c in callbacks):
-        callbacks += [] if any(isinstance(c, Rescue) for c in callbacks) else [Rescue()]
+    if not given["barebones"]:
+        saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+        always = (Preemption, OutOfMemory, Rescue) if saves else (Preemption, OutOfMemory)
+        callbacks += [kind() for kind in always if not any(isinstance(c, kind) for c in callbacks)]
     return callbacks
 
 
