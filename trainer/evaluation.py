@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..strategies.random import preserved
+from .extra_passes import forgotten, in_step
 from .hooks import overrides
 from .module import TrainModule
 
@@ -87,33 +88,43 @@ def run_loader(session: Session, stage: str, event: str, loader: Any, loader_ind
     leaves = _leaving(session, loader)
     if session.stage == "fit":  # not the loader's own count, which an interruption would set back
         loader.set_epoch(session.trainer.progress.validations)
-    index = -1
-    for index, batch in enumerate(loader):
-        metrics.samples = loader.measure if loader.counted else None
-        for hook in on_start:
-            hook(batch, index, loader_index)
-        with accelerator.autocast():
-            outputs = step(batch, index, *rest)
-        for hook in on_end:
-            hook(outputs, batch, index, loader_index)
-        if keep is not None and session.trainer.return_predictions:
-            keep(outputs)
-        if leaves() and not loader.end_of_dataloader:
+    index, equal = -1, accelerator.strategy.equal_forwards
+    for batch, real in in_step(loader, accelerator.world, equal=equal):
+        if real:
+            index += 1
+            metrics.samples = loader.measure if loader.counted else None
+            for hook in on_start:
+                hook(batch, index, loader_index)
+            with accelerator.autocast():
+                outputs = step(batch, index, *rest)
+            for hook in on_end:
+                hook(outputs, batch, index, loader_index)
+            if keep is not None and session.trainer.return_predictions:
+                keep(outputs)
+        else:
+            drop(session, step, batch, max(index, 0), *rest)
+        if leaves() and (equal or not loader.end_of_dataloader):
             return False
     metrics.without_batch |= index < 0
     return True
 
 
+def drop(session: Session, step: Callable[..., Any], *arguments: Any) -> None:
+    """Pass a batch once more, for the ranks that have more of them, and leave no trace of it."""
+    with forgotten(session.module), session.trainer.accelerator.autocast():
+        step(*arguments)
+
+
 def _leaving(session: Session, loader: Any) -> Callable[[], bool]:
     """Return what tells between two batches whether to leave.
 
-    Ranks of an engine that needs equal numbers of forward passes (``lockstep``) agree on the batch; others leave one
+    Ranks of an engine that needs equal numbers of forward passes (``equal_forwards``) agree on the batch; others leave one
     by one, as they hear of it, and meet after the last loader.
     """
     trainer, loop = session.trainer, session.loop
     if loop is not None and not loop.at_edge:
         return lambda: False
-    if loader.lockstep and trainer.world_size > 1:
+    if trainer.accelerator.strategy.equal_forwards and trainer.world_size > 1:
         return lambda: trainer.accelerator.world.agree(trainer.interrupted)
     return lambda: trainer.interrupted
 
