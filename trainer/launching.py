@@ -102,7 +102,7 @@ def _run(
     loaders = (given.get("train"), given.get("validate")) if stage == "fit" else (given.get(stage),)
     result = getattr(trainer, stage)(model, *loaders, datamodule=source.datamodule, **options)
     answer = {
-        "weights": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
+        "weights": {name: tensor.cpu() for name, tensor in _weights(trainer).items()},
         "progress": trainer.progress.state_dict(),
         "metrics": trainer.metrics.values(),  # type: ignore[union-attr]
         "run_id": trainer.run_id,
@@ -111,3 +111,9 @@ def _run(
     }
     tree, tensors = encode(answer, path=f"the results of {stage}")
     return tree, safetensors.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def _weights(trainer: Trainer) -> dict[str, Any]:
+    """The whole weights after a stage, on the first rank at least."""
+    assert trainer.session is not None
+    return trainer.accelerator.get_state_dict(trainer.session.model)
