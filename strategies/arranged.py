@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from . import initial_weights
 from .base import Settings
+from .contexts import NOTHING
 from .environment import Placement
 from .mesh import Layout, ParallelismConfig
 from .optimizer import unwrap_optimizer
@@ -17,12 +19,16 @@ from .precision import Precision
 from .process_group import ProcessGroupStrategy
 from .world import World
 
+if TYPE_CHECKING:
+    from .context_parallel import Sequences
+
 
 class Arranged(ProcessGroupStrategy):
     """A strategy whose ranks stand in a mesh, in which some of them share the work on the same samples."""
 
     parallelism: ParallelismConfig
     _layout: Layout | None = None
+    sequences: Sequences | None = None  # how they are divided, where they are
 
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
         self.parallelism = self.parallelism.resolved(placement.size)
@@ -30,6 +36,12 @@ class Arranged(ProcessGroupStrategy):
         self.mesh = self.parallelism.build_device_mesh(world.device.type)
         self._layout = Layout(self.parallelism, self.mesh, world)
         self._draw_alike()
+        kind = "cp" if self.parallelism.cp_enabled else "sp"
+        if self.parallelism.sizes[kind] != 1 and self.parallelism.cp_handler is not None:
+            from .context_parallel import Sequences
+
+            group = self.layout.submesh(kind).get_group()
+            self.sequences = Sequences(kind, group, self.parallelism.cp_handler, world.device)
         return world
 
     @property
@@ -57,8 +69,18 @@ class Arranged(ProcessGroupStrategy):
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
 
+    @property
+    def divide_batch(self) -> Any:  # type: ignore[override]
+        """Cuts this rank's part out of a batch, where ranks share sequences; None where they do not."""
+        return None if self.sequences is None else self.sequences.divide
+
+    def divided_buffers(self, buffers: list[Any], dims: list[int], kept: set[Any]) -> Any:
+        return NOTHING if self.sequences is None else self.sequences.buffers(buffers, dims, kept)
+
     def divide(self, model: torch.nn.Module) -> None:
         """Shares layers out over the mesh, in place; weights are the first process's."""
+        if self.sequences is not None:
+            self.sequences.look_at(model)
         if self.parallelism.tp_enabled and self.parallelism.tp_handler is not None:
             from .tensor_parallel import parallelize
 
@@ -66,6 +88,27 @@ class Arranged(ProcessGroupStrategy):
             plain = [one.detach() for one in tensors if not (one.is_meta or isinstance(one, DTensor))]
             initial_weights.synchronize(plain, self.world)
             parallelize(model, self.layout.submesh("tp"), self.parallelism.tp_handler)
+
+    def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
+        """Methods see whole sequences in their attention, where they work on parts of them."""
+        function = super().entry(model, method, precision, manual=manual)
+        if self.sequences is None:
+            return function
+        sequences = self.sequences
+
+        def on_parts(*args: Any, **kwargs: Any) -> Any:
+            with sequences.step():
+                return function(*args, **kwargs)
+
+        return on_parts
+
+    def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
+        with self._attention():  # activations that are computed again need it, too
+            super().backward(loss, precision, **kwargs)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        context: Any = NOTHING if self.sequences is None else self.sequences.attention()
+        return context
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, precision: Precision, *, place: bool = True) -> Any:
         prepared = super().prepare_optimizer(optimizer, precision, place=place)

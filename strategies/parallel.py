@@ -18,7 +18,7 @@ from .base import Settings, Strategy, is_scheduler
 from .environment import Placement
 from .gradient_mean import GradientMean
 from .mesh import ParallelismConfig
-from .parallel_options import TorchTensorParallelConfig
+from .parallel_options import TorchContextParallelConfig, TorchTensorParallelConfig
 from .precision import Precision
 from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, TorchDynamoPlugin
 from .sharded_state import ShardedState
@@ -39,7 +39,8 @@ def engine_for(parallelism: ParallelismConfig, plugin: Any = None) -> Strategy:
     active = tuple(parallelism.active_mesh_dims)
     if plugin is not None or parallelism.dp_shard_enabled:
         return _sharding_engine(parallelism, plugin, active)
-    kind = {("tp",): TensorParallelStrategy}.get(active, ParallelStrategy)
+    kinds = {("tp",): TensorParallelStrategy, ("cp",): ContextParallelStrategy, ("sp",): SequenceParallelStrategy}
+    kind: Any = kinds.get(active, ParallelStrategy)
     return kind(parallelism=parallelism)
 
 
@@ -193,3 +194,39 @@ class TensorParallelStrategy(ParallelStrategy):
     ) -> None:
         handler = TorchTensorParallelConfig(plan=plan, loss_parallel=loss_parallel)
         super().__init__(parallelism or ParallelismConfig(tp_size=size, tp_handler=handler), **options)
+
+
+class ContextParallelStrategy(ParallelStrategy):
+    """Context parallel alone: all ranks share each sequence, and attention gathers keys and values.
+
+    Args:
+        size: the degree; -1 for all processes.
+        sequence_dims: which entries of a batch are sequences (see TorchContextParallelConfig).
+        cp_comm_strategy: "allgather", or "alltoall" for torch's ring attention.
+        parallelism: all of that as a ParallelismConfig.
+        options: see ProcessGroupStrategy.
+    """
+
+    dimension = "cp"
+
+    def __init__(
+        self,
+        size: int = -1,
+        *,
+        sequence_dims: Any = None,
+        cp_comm_strategy: str | None = None,
+        parallelism: ParallelismConfig | None = None,
+        **options: Any,
+    ) -> None:
+        handler = TorchContextParallelConfig(cp_comm_strategy, sequence_dims)
+        sizes: dict[str, Any] = {f"{self.dimension}_size": size}
+        super().__init__(parallelism or ParallelismConfig(**sizes, cp_handler=handler), **options)
+
+
+class SequenceParallelStrategy(ContextParallelStrategy):
+    """Sequence parallel alone, as Ulysses does it: all ranks share each sequence, and exchange it for heads.
+
+    The arguments are those of ContextParallelStrategy.
+    """
+
+    dimension = "sp"
