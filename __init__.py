@@ -287,9 +287,17 @@ _EXPORTS: dict[str, str] = {
     # Engines
     "DeepSpeedPlugin": "strategies.settings",
     "FullyShardedDataParallelPlugin": "strategies.settings",
-    "TorchTensorParallelPlugin": "strategies.settings",
+    "ParallelismConfig": "strategies.mesh",
+    "TorchTensorParallelConfig": "strategies.parallel_options",
+    "TorchTensorParallelPlugin": "strategies.parallel_options",
+    "TorchContextParallelConfig": "strategies.parallel_options",
+    "DeepSpeedSequenceParallelConfig": "strategies.parallel_options",
+    "PipelineConfig": "strategies.parallel_options",
+    "ParallelStrategy": "strategies.parallel",
+    "TensorParallelStrategy": "strategies.parallel",
+    "ContextParallelStrategy": "strategies.parallel",
+    "SequenceParallelStrategy": "strategies.parallel",
     "MegatronLMPlugin": "strategies.settings",
-    "ParallelismConfig": "strategies.refusals",
     "AORecipeKwargs": "strategies.fp8_recipes",
     "TERecipeKwargs": "strategies.fp8_recipes",
     "MSAMPRecipeKwargs": "strategies.fp8_recipes",
@@ -560,9 +568,17 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.refusals import load_fsdp_optimizer as load_fsdp_optimizer
     from .strategies.settings import DeepSpeedPlugin as DeepSpeedPlugin
     from .strategies.settings import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from .strategies.settings import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+    from .strategies.mesh import ParallelismConfig as ParallelismConfig
+    from .strategies.parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from .strategies.parallel_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+    from .strategies.parallel_options import TorchContextParallelConfig as TorchContextParallelConfig
+    from .strategies.parallel_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from .strategies.parallel_options import PipelineConfig as PipelineConfig
+    from .strategies.parallel import ParallelStrategy as ParallelStrategy
+    from .strategies.parallel import TensorParallelStrategy as TensorParallelStrategy
+    from .strategies.parallel import ContextParallelStrategy as ContextParallelStrategy
+    from .strategies.parallel import SequenceParallelStrategy as SequenceParallelStrategy
     from .strategies.settings import MegatronLMPlugin as MegatronLMPlugin
-    from .strategies.refusals import ParallelismConfig as ParallelismConfig
     from .strategies.fp8_recipes import AORecipeKwargs as AORecipeKwargs
     from .strategies.fp8_recipes import TERecipeKwargs as TERecipeKwargs
     from .strategies.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs

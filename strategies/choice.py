@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "SingleDeviceStrategy": "base", "DDPStrategy": "ddp",
-    "FSDPStrategy": "fsdp", "ParallelStrategy": "parallel", "TensorParallelStrategy": "parallel", "DeepSpeedStrategy": "deepspeed",
+    "FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed", "TensorParallelStrategy": "parallel",
+    "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
-_WORDS = {"tp": "TensorParallelStrategy", "tensor_parallel": "TensorParallelStrategy"}
+_WORDS = {
+    "tp": "TensorParallelStrategy", "tensor_parallel": "TensorParallelStrategy",
+    "cp": "ContextParallelStrategy", "context_parallel": "ContextParallelStrategy",
+    "sp": "SequenceParallelStrategy", "ulysses": "SequenceParallelStrategy",
+}  # fmt: skip
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
-_LATER = ("fsdp1", "context_parallel", "pipeline", "xla", "megatron")
+_LATER = ("fsdp1", "pipeline", "xla", "megatron")
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
 _LAUNCHED: dict[str, tuple[str, str]] = {
     "USE_FSDP": ("fsdp_plugin", "FullyShardedDataParallelPlugin"),

@@ -20,13 +20,6 @@ class AlignDevicesHook:
         raise not_in_this_version("AlignDevicesHook", _DEVICE_MAP)
 
 
-class ParallelismConfig:
-    """Degrees of several kinds of parallelism at once; not part of this version."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise not_in_this_version("ParallelismConfig")
-
-
 def add_hook_to_module(*args: Any, **kwargs: Any) -> Any:
     """Not part of drivetrain: raises NotImplementedError, as its neighbours do."""
     raise not_in_this_version("add_hook_to_module", "torch.nn.Module.register_forward_pre_hook")

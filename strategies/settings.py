@@ -440,9 +440,7 @@ def check_num_steps(num_steps: int) -> int:
 _INSTEAD = {
     "DeepSpeedPlugin": ("DeepSpeed", 'strategy="ddp"'),
     "FullyShardedDataParallelPlugin": ("FSDP", 'strategy="ddp"'),
-    "TorchTensorParallelPlugin": ("Tensor parallelism", 'strategy="ddp"'),
     "MegatronLMPlugin": ("Megatron-LM", 'strategy="ddp"'),
-    "ParallelismConfig": ("A mesh of several kinds of parallelism", 'strategy="ddp"'),
 }
 
 
@@ -464,10 +462,6 @@ class DeepSpeedPlugin(_Absent):
 
 class FullyShardedDataParallelPlugin(_Absent):
     """FSDP's settings: not part of this version."""
-
-
-class TorchTensorParallelPlugin(_Absent):
-    """Settings of tensor parallelism: not part of this version."""
 
 
 class MegatronLMPlugin(_Absent):
