@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 from .base import Callback
 from .checks import check_choice, check_whole
 from .filenames import folder
 from .sections import LAST, Sections
 
-if TYPE_CHECKING:
-    from .function_profile import Functions
-    from .operator_profile import Operators
-
-_KINDS = {"simple": "simple", "torch": "torch", "pytorch": "torch", "cprofile": "cprofile", "advanced": "cprofile"}
+_KINDS = {"simple": "simple", "torch": "torch", "pytorch": "torch", "cprofile": "cprofile", "advanced": "cprofile",
+          "xla": "xla"}  # fmt: skip
+_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
+_LEAST = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "row_limit": 1}
 
 
 class Profiler(Callback):
@@ -27,7 +26,9 @@ class Profiler(Callback):
     - "torch" ("pytorch"): operators, by ``torch.profiler``. It leaves out ``wait`` batches, warms up for ``warmup``,
       records ``active`` and does so ``repeat`` times (0: to the end); each time it writes a trace for
       chrome://tracing and a table of ``row_limit`` rows by ``sort_by``, on every rank. ``record_shapes``,
-      ``profile_memory``, ``with_stack``, ``with_flops`` and ``activities`` are torch's.
+      ``profile_memory``, ``with_stack``, ``with_flops`` and ``activities`` are torch's. Traces are named such that
+      TensorBoard's profiler plugin finds them. ``memory_timeline`` adds the memory by category over time, as JSON.
+    - "xla": a trace of the XLA runtime, for TensorBoard, over batches ``wait`` to ``wait + active`` (extra ``xla``).
     - "cprofile" ("advanced"): Python functions, by cumulated time, ``row_limit`` of them.
 
     Raises ValueError for another kind, and for an option that the kind has not.
@@ -50,6 +51,7 @@ class Profiler(Callback):
         profile_memory: bool | None = None,
         with_stack: bool | None = None,
         with_flops: bool | None = None,
+        memory_timeline: bool | None = None,
         row_limit: int | None = None,
         sort_by: str | None = None,
     ) -> None:
@@ -59,33 +61,40 @@ class Profiler(Callback):
             "activities": activities, "record_shapes": record_shapes, "profile_memory": profile_memory,
             "with_stack": with_stack, "with_flops": with_flops,
         }  # fmt: skip
-        everything = {**schedule, **switches, "sort_by": sort_by, "row_limit": row_limit}
+        if memory_timeline:  # it is made of these
+            switches |= {"record_shapes": True, "profile_memory": True, "with_stack": True}
+        rest = {"sort_by": sort_by, "row_limit": row_limit, "memory_timeline": memory_timeline}
+        everything = {**schedule, **switches, **rest}
         given = {name for name, value in everything.items() if value is not None}
         self.kind = _KINDS[kind]
-        unknown = given - {"simple": set(), "cprofile": {"row_limit"}, "torch": given}[self.kind]
+        known = {"simple": set(), "cprofile": {"row_limit"}, "torch": given, "xla": {"wait", "active"}}
+        unknown = given - known[self.kind]
         if unknown:
             raise ValueError(
                 f"Expected options of Profiler({kind!r}). Received: {', '.join(sorted(unknown))}. "
                 'Leave them out, or use Profiler("torch").'
             )
-        for name, least in (("wait", 0), ("warmup", 0), ("active", 1), ("repeat", 0), ("row_limit", 1)):
+        for name, least in _LEAST.items():
             check_whole(name, everything[name], least=least)
         self.dirpath, self.filename = None if dirpath is None else folder(dirpath), filename or f"profile-{self.kind}"
-        self.tool: Sections | Operators | Functions | None = None
-        self._make: Callable[[], Sections | Operators | Functions]
+        self.tool: Any = None
+        self._make: Callable[[], Any]
         if self.kind == "simple":
             self._make = partial(Sections)
         elif self.kind == "cprofile":
             from .function_profile import Functions  # here, as the other kinds need no profiler of Python's
 
             self._make = partial(Functions, row_limit or 30)
+        elif self.kind == "xla":
+            from .xla_profile import Traces
+
+            self._make = partial(Traces, 3 if wait is None else wait, active or 3)
         else:
             from .operator_profile import Operators
 
-            defaults = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
             options: dict[str, Any] = {name: value for name, value in switches.items() if value is not None}
-            options["schedule_option"] = {n: defaults[n] if v is None else v for n, v in schedule.items()}
-            self._make = partial(Operators, options, row_limit or 20, sort_by)
+            options["schedule_option"] = {n: _SCHEDULE[n] if v is None else v for n, v in schedule.items()}
+            self._make = partial(Operators, options, row_limit or 20, sort_by, memory_timeline=bool(memory_timeline))
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage == "fit":

@@ -11,6 +11,7 @@ from .base import AFTER_MODULE, Callback
 from .checks import check_choice, check_number, check_whole
 from .displays import Bars, Display, Lines, Pulse, clock, in_notebook, shown
 from .durations import Duration
+from .rich_display import RichBars, require_rich
 
 _TITLES = {"validate": "Validation", "sanity_check": "Sanity check", "test": "Testing", "predict": "Prediction"}
 _REDRAW = 0.1  # seconds between two redraws of a bar
@@ -26,7 +27,8 @@ class Progress(Callback):
     instead of the batches of an epoch. Lines come after 3 and 12 s and then every ``line_seconds``, and at the ends
     of epochs; when no batch ends for that long, a line says so. Shown are the metrics that were logged with
     ``prog_bar=True``, as last reduced: showing reads no tensor. ``stream`` is where to write, by default stderr.
-    Raises ValueError for bad arguments.
+    ``style`` "rich" draws the bars of a terminal by rich (extra ``rich``). Raises ValueError for bad arguments,
+    ImportError where rich is asked for and missing.
     """
 
     priority = AFTER_MODULE
@@ -40,7 +42,11 @@ class Progress(Callback):
         per: str = "epoch",
         line_seconds: float = 30.0,
         stream: TextIO | None = None,
+        style: str = "tqdm",
     ) -> None:
+        check_choice("style", style, ("tqdm", "rich"))
+        if style == "rich":
+            require_rich()
         check_whole("refresh_rate", refresh_rate, least=0)
         check_whole("process_position", process_position, least=0)
         check_choice("per", per, ("epoch", "fit"))
@@ -48,7 +54,7 @@ class Progress(Callback):
         if not line_seconds > 0:
             raise ValueError(f"Expected seconds above zero. Received: line_seconds={line_seconds!r}. Use e.g. 30.")
         self.refresh_rate, self.process_position, self.leave, self.per = refresh_rate, process_position, leave, per
-        self.line_seconds, self.stream = line_seconds, stream
+        self.line_seconds, self.stream, self.style = line_seconds, stream, style
         self._enabled = refresh_rate > 0
         self._display = Display()
         self._due = math.inf  # when to draw next; each batch costs a look at the clock
@@ -76,7 +82,9 @@ class Progress(Callback):
             return
         stream = self.stream or sys.stderr
         if stream.isatty() or in_notebook():
-            self._display, self._pause = Bars(stream, self.process_position, self.leave), _REDRAW
+            rich = self.style == "rich"
+            self._display = RichBars(stream, self.leave) if rich else Bars(stream, self.process_position, self.leave)
+            self._pause = _REDRAW
         else:
             self._display, self._pause = Lines(stream), min(_FIRST_LINE, self.line_seconds)
         self._lines = 0
@@ -122,7 +130,7 @@ class Progress(Callback):
     # Evaluation
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if self._training and isinstance(self._display, Bars):
+        if self._training and not isinstance(self._display, Lines):
             self._draw_training(trainer, final=True)  # so that the time of the validation slows no batches
         self._open_evaluation(trainer)
 

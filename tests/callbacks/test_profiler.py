@@ -120,13 +120,26 @@ def test_operators(tmp_path, kind):
     profiler = Profiler(kind, tmp_path, wait=1, warmup=1, active=2, repeat=2, profile_memory=True, record_shapes=True)
     quiet(callbacks=[profiler]).fit(Line(), loader(10))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "profile-torch-1.json", "profile-torch-1.txt", "profile-torch-2.json", "profile-torch-2.txt",
+        "profile-torch-1.pt.trace.json", "profile-torch-1.txt", "profile-torch-2.pt.trace.json", "profile-torch-2.txt",
     ]  # fmt: skip
-    events = json.loads((tmp_path / "profile-torch-1.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "profile-torch-1.pt.trace.json").read_text())["traceEvents"]
     assert {"aten::linear", "ProfilerStep#2", "ProfilerStep#3"} <= {event["name"] for event in events}
     assert "ProfilerStep#4" not in {event["name"] for event in events}
     text = (tmp_path / "profile-torch-1.txt").read_text()
     assert "aten::" in text and "CPU Mem" in text
+
+
+def test_memory_over_time(tmp_path):
+    """A list of times in ns, and beside it, for each, the bytes of each of torch's categories of memory."""
+    quiet(callbacks=[Profiler("torch", tmp_path, memory_timeline=True)]).fit(Line(), loader(10))
+    times, sizes = json.loads((tmp_path / "profile-torch-1-memory.json").read_text())
+    assert len(times) == len(sizes) > 10 and times == sorted(times)
+    assert max(sum(row) for row in sizes) >= 8  # a weight and a bias
+
+
+def test_xla_is_asked_for_where_it_is_not(tmp_path):
+    with pytest.raises(ImportError, match=r"drivetrain\[xla\]"):
+        quiet(callbacks=[Profiler("xla", tmp_path)]).fit(Line(), loader(2))
 
 
 def test_too_few_batches_to_profile_are_said(tmp_path):
@@ -148,8 +161,8 @@ def test_every_rank_has_files_of_its_own(tmp_path):
 
     distributed.run(run, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "profile-simple-rank1.txt", "profile-simple.txt", "profile-torch-1.json", "profile-torch-1.txt",
-        "profile-torch-rank1-1.json", "profile-torch-rank1-1.txt",
+        "profile-simple-rank1.txt", "profile-simple.txt", "profile-torch-1.pt.trace.json", "profile-torch-1.txt",
+        "profile-torch-rank1-1.pt.trace.json", "profile-torch-rank1-1.txt",
     ]  # fmt: skip
 
 

@@ -104,8 +104,10 @@ def screen(output: str) -> list[str]:
         elif token == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
-        elif token == "\x1b[A":
+        elif token in ("\x1b[A", "\x1b[1A"):
             row = max(0, row - 1)
+        elif token == "\x1b[2K":
+            lines[row] = ""
         elif not token.startswith("\x1b"):
             lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
             column += len(token)
@@ -161,6 +163,29 @@ def test_one_bar_for_the_whole_fit():
 def test_bars_of_tests_stay():
     lines = screen(on_terminal(fit(after=lambda trainer: trainer.test(dataloaders=loader(7), verbose=False))))
     assert any(line.startswith("Testing: 100%") and "7/7" in line for line in lines)
+
+
+def test_rich_bars_and_prints_between():
+    """Each printed line is there whole and once; the last state of the bar stays."""
+
+    def prints(module, index):
+        if index % 20 == 0:
+            module.print(f"SAID {index}")
+            print(f"PRINTED {index}")
+
+    lines = screen(on_terminal(fit(style="rich", during=prints, epochs=1, train=50)))
+    for word in ("SAID", "PRINTED"):
+        assert [line for line in lines if line.startswith(word)] == [f"{word} {index}" for index in (0, 20, 40)]
+    assert [line for line in lines if "Epoch 1/1" in line and "50/50" in line and "loss=0.25" in line]
+    assert not any("Validation" in line for line in lines)
+
+
+def test_rich_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ImportError, match=r"drivetrain\[rich\]"):
+        Progress(style="rich")
+    with pytest.raises(ValueError, match="style='bold'"):
+        Progress(style="bold")
 
 
 def test_L4_lines_in_a_file(tmp_path):
