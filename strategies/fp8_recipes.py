@@ -38,6 +38,12 @@ class AORecipeKwargs(KwargsHandler):
                 f"Expected module_filter_func(module, name). Received: {function!r}. Pass a function that tells "
                 "whether a layer is to be converted."
             )
+        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather") if self.config is not None else ():
+            here, there = getattr(self, name), getattr(self.config, name)
+            if here not in (None, there):
+                raise ValueError(
+                    f"Expected {name} once. Received: {name}={here} and {there} in config. Set it in the config."
+                )
 
 
 @dataclass

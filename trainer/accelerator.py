@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import strategies
 from ..callbacks.tracking import trackers
 from ..callbacks.tracking.base import filter_trackers
-from ..strategies import collectives, environment, random
+from ..strategies import collectives, environment, random, torch_files, weights
 from ..strategies.accumulation import Accumulation, Window
 from ..strategies.base import Strategy, is_scheduler
 from ..strategies.checkpoint.format import Writer
@@ -49,8 +49,6 @@ from ..strategies.precision import Precision
 from ..strategies.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedType,
-    FP8BackendType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     KwargsHandler,
@@ -61,7 +59,10 @@ from ..strategies.settings import (
 )
 from ..strategies.state import AcceleratorState
 from ..strategies.world import World
+from ..strategies.wrappers import extract_model_from_parallel
 from . import checkpoint_folders, resolution
+from .expected import check, check_optional, parameter_list
+from .standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +74,14 @@ T5 = TypeVar("T5")
 T6 = TypeVar("T6")
 
 
-class Accelerator:
+class Accelerator(Standing):
     """Runs the distributed and mixed-precision side of a training loop that the user writes.
 
     Args:
         device_placement: models, optimizer state and batches are moved to this process's device.
         split_batches: a loader's batch size is the global one, divided among the processes.
-        mixed_precision: "no", "fp16", "bf16", or the Trainer's words: "32-true", "bf16-mixed", "16-mixed",
-            "bf16-true", "16-true", "64-true".
+        mixed_precision: "no", "fp16", "bf16", "fp8" (torchao), or the Trainer's words: "32-true", "bf16-mixed",
+            "16-mixed", "fp8-mixed", "bf16-true", "16-true", "64-true".
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: use the CPU though there is an accelerator.
         dataloader_config: how prepared loaders share data.
@@ -133,6 +134,12 @@ class Accelerator:
         seed: int | None = None,
         fp16: bool | None = None,
     ) -> None:
+        check(device_placement=device_placement, cpu=cpu, step_scheduler_with_optimizer=step_scheduler_with_optimizer)
+        check_optional(
+            split_batches=split_batches, dataloader_config=dataloader_config, project_dir=project_dir,
+            project_config=project_config, gradient_accumulation_plugin=gradient_accumulation_plugin,
+            kwargs_handlers=kwargs_handlers, dynamo_plugin=dynamo_plugin, rng_types=rng_types,
+        )  # fmt: skip
         engine_plugins = resolution.engine_plugins(
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin,
@@ -183,182 +190,10 @@ class Accelerator:
         AcceleratorState.establish(engine)
         word = resolution.precision_name(mixed_precision)
         precision = engine.precision(
-            word, autocast=handlers.get(AutocastKwargs), scaler=handlers.get(GradScalerKwargs)
-        )
+            word, autocast=handlers.get(AutocastKwargs), scaler=handlers.get(GradScalerKwargs),
+            **resolution.fp8_options(word, handlers),
+        )  # fmt: skip
         return engine, precision
-
-    # Where this process stands
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """A label for what kind of distribution runs."""
-        return self.strategy.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes there are."""
-        return self.world.size
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank."""
-        return self.world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its machine."""
-        return self.world.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device."""
-        return self.world.device
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first of all processes."""
-        return self.world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.world.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
-        return self.world.rank == self.world.size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.world.size > 1
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether there are several processes, each on a device of its own."""
-        return self.world.size > 1
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process writes the model: the first one."""
-        return self.world.rank == 0
-
-    # Settings in force
-
-    @property
-    def mixed_precision(self) -> str:
-        """Accelerate's word for the precision: "no", "fp16" or "bf16"; `precision.name` says it in full."""
-        return self.precision.mixed_precision
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of float16 losses; None in every other precision."""
-        scaler: torch.amp.GradScaler | None = self.precision.scaler
-        return scaler
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is the global one."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the first process reads the data for all."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether samples are repeated so that all processes have equally many batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """As given; the order of samples is a function of seed and epoch in any case."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether `load_state` puts loaders back to their position within the epoch."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def project_dir(self) -> str | None:
-        """The project's folder."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder of the project's logs."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next checkpoint under automatic naming."""
-        return self.project_configuration.iteration
-
-    # The engine's options and the places of this process in its mesh
-
-    fp8_backend = FP8BackendType.NO
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The options of DeepSpeed in force; None under another engine."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The degrees of parallelism in force; None where none were given."""
-        return self.strategy.parallelism
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """The DeviceMesh of all processes; None where the engine has none."""
-        return self.strategy.mesh
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by `fully_shard`."""
-        return self.strategy.name in ("fsdp", "hsdp")
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the engine can be combined with tensor, context and other parallelism."""
-        return self.is_fsdp2
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This process's place among those that share each layer; RuntimeError without such a mesh, as below."""
-        return self.strategy.rank_in("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This process's place among the stages of the model."""
-        return self.strategy.rank_in("pp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This process's place among those that share each sequence."""
-        return self.strategy.rank_in("cp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This process's rank among the replicas of the model: among those that see different data."""
-        return self.strategy.data_world.rank
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This process's place among those that share one replica's weights."""
-        return self.strategy.rank_in("dp_shard")
 
     # Preparing
 
@@ -413,6 +248,7 @@ class Accelerator:
 
         `evaluation_mode=True` says that it will not be trained: no wrapper that reduces gradients is put around it.
         """
+        check(model=model)
         if any(model is known for known in self._contents.models):
             return model
         place = self.device_placement if device_placement is None else device_placement
@@ -420,28 +256,27 @@ class Accelerator:
         prepared = self.strategy.prepare_model(
             model, self.precision, place=place, evaluation=evaluation_mode, dynamo=self.dynamo_plugin
         )
-        self._contents.models.append(prepared)
-        return prepared
+        return self._kept(prepared, self._contents.models)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Returns the optimizer in an AcceleratedOptimizer, which steps at the end of accumulation windows."""
+        check(optimizer=optimizer)
         if any(optimizer is known for known in self._contents.optimizers):
             return optimizer
         place = self.device_placement if device_placement is None else device_placement
         prepared = self.strategy.prepare_optimizer(optimizer, self.precision, place=place)
-        self._contents.optimizers.append(prepared)
-        return prepared
+        return self._kept(prepared, self._contents.optimizers)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Returns the scheduler in an AcceleratedScheduler, in step with its optimizer."""
+        check(scheduler=scheduler)
         if any(scheduler is known for known in self._contents.schedulers):
             return scheduler
         prepared = self.strategy.prepare_scheduler(
             scheduler, self._contents.optimizers, step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )  # fmt: skip
-        self._contents.schedulers.append(prepared)
-        return prepared
+        return self._kept(prepared, self._contents.schedulers)
 
     def prepare_data_loader(
         self,
@@ -459,7 +294,12 @@ class Accelerator:
             config=self.dataloader_config, gradient_state=self.gradient_state, non_blocking=self.non_blocking,
             **options,
         )  # fmt: skip
-        self._contents.loaders.append(prepared)
+        return self._kept(prepared, self._contents.loaders)
+
+    @staticmethod
+    def _kept(prepared: Any, contents: list[Any]) -> Any:
+        prepared._is_accelerate_prepared = True  # libraries written for Accelerate ask for it
+        contents.append(prepared)
         return prepared
 
     def _data_seed(self) -> int:
@@ -477,6 +317,7 @@ class Accelerator:
 
         On one device it is the bound method itself. `manual=True` says that the method calls `backward` itself.
         """
+        check(model=model, method=method)
         return self.strategy.entry(model, method, self.precision, manual=manual)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -485,7 +326,9 @@ class Accelerator:
         `keep_fp32_wrapper=False` also gives its forward back as it was before mixed precision; `keep_torch_compile`
         keeps the wrapper of a module that was given compiled.
         """
+        check(model=model)
         module = self.strategy.unwrap(model, keep_compiled=keep_torch_compile)
+        module = extract_model_from_parallel(module, keep_torch_compile=keep_torch_compile)
         return module if keep_fp32_wrapper else self.precision.restore_model(module)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
@@ -494,6 +337,7 @@ class Accelerator:
         Raises:
             ValueError: the model has a device map over several devices, and there are several processes.
         """
+        check(model=model)
         devices = set(getattr(model, "hf_device_map", {}).values())
         if len(devices) > 1 and self.world.size > 1:
             raise ValueError(
@@ -511,8 +355,17 @@ class Accelerator:
         last of the loader that is being iterated. Before that, gradients stay unreduced and optimizers do not step.
         """
         if models != self._accumulation.models:
+            for model in models:
+                check(model=model)
             self._accumulation = self._new_accumulation(models)
         return self._accumulation
+
+    def abandon_window(self) -> None:
+        """Drivetrain's: forgets the open window, its gradients too; the next micro-batch begins another one."""
+        for held in self._all_parameters():
+            held.grad = None
+        self._begin_windows()
+        self.sync_gradients = True
 
     def _begin_windows(self) -> None:
         self._window = Window(self.gradient_state, self.strategy.loss_world, self._all_parameters)
@@ -556,17 +409,20 @@ class Accelerator:
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Returns the context in which backward passes leave this model's gradients unreduced."""
+        check(model=model)
         context: AbstractContextManager[None] = self.strategy.no_sync(model)
         return context
 
     @staticmethod
     def trigger_sync_in_backward(model: Any) -> AbstractContextManager[None]:
         """Returns the context in which a backward reduces gradients although its forward ran under `no_sync`."""
+        check(model=model)
         sync = getattr(model, "sync_in_backward", None)
         return NOTHING if sync is None else sync()
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Returns the context that computes in the run's precision; the handler replaces the run's options."""
+        check_optional(autocast_handler=autocast_handler)
         context: AbstractContextManager[None] = self.precision.autocast(autocast_handler)
         return context
 
@@ -593,6 +449,7 @@ class Accelerator:
         Raises:
             ValueError: no prepared optimizer does.
         """
+        check(learning_rate=learning_rate)
         fused = [one for one in map(unwrap_optimizer, self._contents.optimizers) if hasattr(one, "fused_backward")]
         if not fused:
             raise ValueError("Expected a LOMO optimizer. Received: none prepared. Call backward() and step() instead.")
@@ -604,6 +461,7 @@ class Accelerator:
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         optimizers = self._contents.optimizers if optimizer is None else chosen
         for one in optimizers:
+            check(optimizer=one)
             self.precision.unscale(unwrap_optimizer(one))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -611,7 +469,8 @@ class Accelerator:
 
         Inside a window nothing is clipped, and the norm is that of the gradients so far.
         """
-        parameters = resolution.parameter_list(parameters)
+        parameters = parameter_list(parameters)
+        check(max_norm=max_norm, norm_type=norm_type)
         if self.sync_gradients:
             resolution.check_clipping(max_norm)
             self._unscale_for(parameters)
@@ -621,8 +480,9 @@ class Accelerator:
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clips every element of the gradients to [-clip_value, clip_value] at the end of a window."""
+        parameters = parameter_list(parameters)
+        check(clip_value=clip_value)
         if self.sync_gradients:
-            parameters = resolution.parameter_list(parameters)
             self._unscale_for(parameters)
             self.strategy.clip_value(parameters, clip_value)
 
@@ -651,6 +511,7 @@ class Accelerator:
         Inside, a process that ran out of batches takes part in the others' reductions. `even_batches` replaces the
         setting of all prepared loaders for this block.
         """
+        check(joinables=joinables)
         before = [(loader, loader.even_batches) for loader in self._contents.loaders if hasattr(loader, "even_batches")]
         try:
             for loader, own in before:
@@ -759,6 +620,8 @@ class Accelerator:
 
         `init_kwargs` holds arguments for each tracker's constructor by the tracker's name.
         """
+        check(project_name=project_name)
+        check_optional(config=config, init_kwargs=init_kwargs)
         self.trackers = trackers.start_trackers(self.log_with, project_name, config, self.logging_dir, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -767,12 +630,15 @@ class Accelerator:
         Raises:
             ValueError: no tracker of that name was started; the message lists those that were.
         """
+        check(name=name)
         return trackers.get_tracker(self.trackers, name, unwrap)
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Gives values to every tracker; `log_kwargs` holds further arguments by tracker name."""
+        check(values=values)
+        check_optional(log_kwargs=log_kwargs)
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -787,14 +653,14 @@ class Accelerator:
     # State
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Writes a dict of tensors as a safetensors file, on the first process (or on each machine's, if so set).
+        """Writes an object on the first process (or on each machine's, if so set): by `torch.save`, or as safetensors.
 
         Raises:
-            TypeError: the object holds something else; pickles are not written.
+            TypeError: `safe_serialization` is asked for, and the object is no dict of tensors.
         """
+        check(f=f)
         each_node = self.project_configuration.save_on_each_node
-        if self.is_local_main_process if each_node else self.is_main_process:
-            checkpoint_folders.save_tensors(obj, f)
+        weights.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
     def save_model(
         self,
@@ -805,17 +671,20 @@ class Accelerator:
     ) -> None:
         """Writes the weights of a model as Hugging Face's libraries read them; call it on every process.
 
-        Files above `max_shard_size` are split, with an index beside them. Shared weights are stored once.
+        Files above `max_shard_size` are split, with an index beside them. Shared weights are stored once. Without
+        `safe_serialization` they are written by `torch.save` (pytorch_model.bin).
         """
-        checkpoint_folders.require_safe(safe_serialization)
+        check(save_directory=save_directory)
         state = self.get_state_dict(model)
+        write = save_weights if safe_serialization else torch_files.save_weights
         with Writer(os.fspath(save_directory), world=self.world) as writer:
             if self.is_main_process:
-                save_weights(writer, state, max_shard_size=max_shard_size)
+                write(writer, state, max_shard_size=max_shard_size)
             writer.commit({"strategy": self.strategy.name})
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Returns the full weights of a prepared model, under the names of the user's own module."""
+        check(model=model)
         return self.strategy.state_dict(model) if unwrap else model.state_dict()
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -831,6 +700,7 @@ class Accelerator:
 
     @staticmethod
     def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+        check(hook=hook)
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -843,10 +713,7 @@ class Accelerator:
         Raises:
             ValueError: an object lacks `state_dict` or `load_state_dict`.
         """
-        for obj in objects:
-            lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
-            if lacks:
-                raise ValueError(f"Expected state_dict and load_state_dict. Received: {obj!r} without {lacks}.")
+        checkpoint_folders.check_registered(objects)
         self._contents.objects.extend(objects)
 
     def save_state(
@@ -875,17 +742,19 @@ class Accelerator:
             ValueError: no folder is given or configured.
             CheckpointError: it could not be written; the checkpoints that were there still are.
         """
-        checkpoint_folders.require_safe(safe_serialization)
+        check_optional(output_dir=output_dir, metadata=metadata, then=then)
+        if not safe_serialization:
+            logger.warning(checkpoint_folders.ALWAYS_SAFE)
         if self.step and not self.sync_gradients:
             logger.warning(checkpoint_folders.MID_WINDOW, self.step)
         config = self.project_configuration
         directory = checkpoint_folders.next_checkpoint(config, output_dir)
 
         def fill(writer: Any) -> None:
-            weights = [self.strategy.weights(model) for model in self._contents.models]
-            checkpoint_folders.run_save_hooks(self._save_hooks, list(self._contents.models), weights, writer)
+            states = [self.strategy.weights(model) for model in self._contents.models]
+            checkpoint_folders.run_save_hooks(self._save_hooks, list(self._contents.models), states, writer)
             self.strategy.save(
-                writer, self._contents, precision=self.precision, weights=weights, weights_only=weights_only,
+                writer, self._contents, precision=self.precision, weights=states, weights_only=weights_only,
                 loaders=loaders, extra={"iteration": config.iteration}, **save_model_func_kwargs,
             )  # fmt: skip
 
@@ -919,6 +788,7 @@ class Accelerator:
             ValueError: there is no checkpoint, or other objects were saved than are prepared.
             CheckpointError: a file is missing or damaged; the message names it.
         """
+        check_optional(input_dir=input_dir, load_kwargs=load_kwargs)
         options = checkpoint_folders.loading_options(strict, load_kwargs, load_model_func_kwargs)
         self.saves.wait()
         checkpoint = checkpoint_folders.open_checkpoint(
@@ -942,6 +812,7 @@ class Accelerator:
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns a view of a loader whose next iteration begins after `num_batches` batches."""
+        check(dataloader=dataloader, num_batches=num_batches)
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -966,6 +837,7 @@ class Accelerator:
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
         """Profiles the block by torch.profiler; each process writes a Chrome trace where the handler says so."""
+        check_optional(profile_handler=profile_handler)
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with handler.build() as profiler:
             yield profiler

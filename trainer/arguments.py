@@ -14,17 +14,11 @@ from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
 from ..strategies import create, environment
 from ..strategies.environment import Placement
+from ..strategies.precision import canonical_name
 from .limits import limit_of, schedule_of, whole
 from .schedule import Schedule
 from .shorthands import callbacks_of, listed
 from .switches import check_switches
-
-_PRECISIONS = {
-    "32": "32-true", "32-true": "32-true", "64": "64-true", "64-true": "64-true",
-    "16": "16-mixed", "16-mixed": "16-mixed", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed",
-    "16-true": "16-true", "bf16-true": "bf16-true",
-    "no": "32-true", "fp16": "16-mixed", "fp8": "fp8",
-}  # fmt: skip
 
 
 @dataclass
@@ -103,7 +97,7 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
         "strategy": strategy,
         "device": "cpu" if kind == "cpu" else None,
         # the default leaves the word to a launch
-        "mixed_precision": None if given["precision"] in ("32", None) else _precision(given["precision"]),
+        "mixed_precision": None if given["precision"] in ("32", None) else canonical_name(given["precision"]),
         "seed": given["seed"],
     }
 
@@ -178,15 +172,6 @@ def _check_indices(devices: list[int], kind: str, present: int) -> None:
             f"Expected different devices that are here, of 0 to {present - 1}. Received: devices={devices}. "
             "Name each once."
         )
-
-
-def _precision(precision: Any) -> str:
-    word = str(precision if precision is not None else "32-true")
-    if word not in _PRECISIONS:
-        raise ValueError(
-            f"Expected one of {sorted(_PRECISIONS)}. Received: precision={precision!r}. Use one of them."
-        )
-    return _PRECISIONS[word]
 
 
 def _number(text: str) -> int:

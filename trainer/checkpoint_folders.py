@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -9,9 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..strategies.checkpoint.folders import sweep
+from ..strategies.checkpoint.folders import settle, sweep
 from ..strategies.checkpoint.format import Checkpoint, CheckpointError, Writer, ordered, remove
 from ..strategies.checkpoint.snapshot import Snapshot
 from ..strategies.contents import read_by
@@ -23,6 +22,10 @@ logger = logging.getLogger(__name__)
 MID_WINDOW = (
     "The checkpoint is saved inside an accumulation window: the gradients of its %d micro-batches so far are not part "
     "of it. Save where accelerator.sync_gradients is true, and what is loaded goes on exactly."
+)
+ALWAYS_SAFE = (
+    "safe_serialization=False changes nothing here: a checkpoint's files are safetensors and JSON in any case. "
+    "save_model(..., safe_serialization=False) writes weights in torch's own format."
 )
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -97,7 +100,14 @@ def open_checkpoint(
 
 def _candidates(config: ProjectConfiguration, input_dir: str | os.PathLike | None) -> list[Path]:
     if input_dir is not None:
-        return [Path(os.path.abspath(input_dir))]
+        path = Path(os.path.abspath(input_dir))
+        settle(path)  # it may be just being replaced
+        if not path.exists():
+            near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
+            advice = f"Did you mean {near[0]!r}?" if near else "Pass a folder that save_state has written."
+            shown = os.fspath(input_dir)
+            raise ValueError(f"Expected a checkpoint. Received: input_dir={shown!r}, which is not there. {advice}")
+        return [path]
     if not config.automatic_checkpoint_naming:
         raise ValueError("Expected input_dir, or automatic_checkpoint_naming=True. Received: neither. Pass a folder.")
     return ordered(numbered_folder(config))
@@ -182,27 +192,17 @@ def run_save_hooks(
     writer.world.barrier("files of save_state's hooks")  # what ranks write from here on is no hook's
 
 
-def require_safe(safe_serialization: bool) -> None:
-    """Raises ValueError where a pickle is asked for."""
-    if not safe_serialization:
+def check_registered(objects: tuple[Any, ...]) -> None:
+    """Raises ValueError, naming each of them, for objects that a checkpoint cannot keep."""
+    wrong = {
+        index: [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
+        for index, obj in enumerate(objects)
+    }
+    shown = [
+        f"Item at index {index} ({type(objects[index]).__name__}) without {' and '.join(lacks)}"
+        for index, lacks in wrong.items() if lacks
+    ]  # fmt: skip
+    if shown:
         raise ValueError(
-            "Expected safe_serialization=True. Received: False, which would write a pickle: loading one can run code. "
-            "Leave it out; the files are safetensors and JSON."
+            f"Expected objects with state_dict and load_state_dict. Received: {', '.join(shown)}. Give them both methods."
         )
-
-
-def save_tensors(obj: Any, f: str | os.PathLike) -> None:
-    """Writes a dict of tensors as a safetensors file, shared ones as copies.
-
-    Raises:
-        TypeError: the object is something else.
-    """
-    from safetensors.torch import save_file
-
-    flat = isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
-    if not flat or not all(isinstance(key, str) for key in obj):
-        raise TypeError(
-            f"Expected a dict of tensors by name. Received: {type(obj).__name__}. Save other objects with "
-            "register_for_checkpointing() and save_state(), which write no pickles."
-        )
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in obj.items()}, f)

@@ -6,7 +6,7 @@ import math
 import warnings
 from typing import Any, Mapping
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from .datamodule import DataModule
 from .hooks import overrides
@@ -129,6 +129,18 @@ def length(loader: Any) -> float:
         return len(loader)
     except (TypeError, NotImplementedError):
         return math.inf
+
+
+def samples_of(loader: Any) -> tuple[int | None, int | None]:
+    """Return the samples of all ranks in a batch and in an epoch of a prepared loader, each None if it is not known."""
+    batch = loader.total_batch_size
+    try:
+        total = len(loader.data)
+    except (TypeError, NotImplementedError):
+        return batch, None
+    if not loader.config.shard or isinstance(loader.sampler, DistributedSampler):  # each rank has samples of its own
+        total *= loader.world.size
+    return batch, total - total % batch if batch and loader.drop_last else total
 
 
 def in_order(loader: Any) -> Any:

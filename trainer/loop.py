@@ -97,6 +97,7 @@ class FitLoop:
             metrics.samples = loader.measure if counted else None
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
+                    self.step.abandon()
                     self.at_edge = True
                     return True
             outputs = step(batch, index)

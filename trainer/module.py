@@ -309,3 +309,19 @@ def _unknown_weight(series: Series) -> int:
             f"made itself (batch_size=None). Do self.log({series.name!r}, value, batch_size=n)."
         )
     return 1
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module inside of what ``torch.compile`` gave; calling it, as a step does, runs what was compiled."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None or not isinstance(model, nn.Module):
+        return model
+    if type(inner).forward is nn.Module.forward and "forward" not in vars(inner):
+        warnings.warn(
+            f"Expected {type(inner).__name__} to have a forward for torch.compile. Received: none, so that nothing of it "
+            "is compiled. Compile the parts that its steps call: self.net = torch.compile(net).",
+            stacklevel=3,
+        )
+        return inner
+    vars(inner)["_compiled_call_impl"] = model.dynamo_ctx(inner._call_impl)
+    return inner

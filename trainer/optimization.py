@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any, Callable, Mapping
 
@@ -50,7 +51,17 @@ def configured(module: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
             f"Expected an optimizer over parameters. Received: none, in {type(module).__name__}.configure_optimizers. "
             "Make the layers in __init__ or configure_model, and pass self.parameters()."
         ) from error
-    return parse(returned)
+    optimizers, schedulers = parse(returned)
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            warnings.warn(
+                f"Expected an optimizer over parameters of {type(module).__name__}. Received: {type(optimizer).__name__} "
+                "over none of them, so that training changes nothing in it. Pass self.parameters(), of the module that "
+                "is trained.",
+                stacklevel=2,
+            )
+    return optimizers, schedulers
 
 
 def parse(returned: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:

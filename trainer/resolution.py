@@ -12,9 +12,8 @@ import math
 import os
 from typing import Any
 
-import torch
-
 from ..strategies import environment
+from ..strategies.fp8_recipes import RECIPES, AORecipeKwargs
 from ..strategies.precision import canonical_name
 from ..strategies.settings import (
     AutocastKwargs,
@@ -36,7 +35,7 @@ _PLUGINS = {
     "megatron_lm_plugin": "a MegatronLMPlugin", "torch_tp_plugin": "a TorchTensorParallelPlugin",
 }  # fmt: skip
 HANDLERS = (
-    AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs,
+    AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs, *RECIPES,
 )  # fmt: skip
 
 
@@ -107,6 +106,41 @@ def precision_name(given: Any) -> Any:
     if canonical_name(given) != canonical_name(word.lower()) and (given != "no" or label.endswith(")")):
         one_value("the precision", {"mixed_precision": given, label: word.lower()})
     return given
+
+
+def fp8_options(word: Any, handlers: dict[type, Any]) -> dict[str, Any]:
+    """Returns what `Strategy.precision` takes for 8-bit floats beside the word: the recipe, where it is that word.
+
+    Raises:
+        ValueError: there are two recipes, one beside another precision, or one that contradicts ACCELERATE_FP8_….
+        NotImplementedError: another library than torchao is asked for.
+    """
+    given = [handlers[kind] for kind in RECIPES if kind in handlers]
+    if canonical_name(word) != "fp8-mixed":
+        if given:
+            raise ValueError(
+                f"Expected mixed_precision='fp8' for {given[0]}. Received: {word or 'no'!r}. Set it, or leave that out."
+            )
+        return {}
+    if len(given) > 1:
+        raise ValueError(f"Expected one recipe for fp8. Received: {given[0]} and {given[1]}. Keep one.")
+    recipe = given[0] if given else AORecipeKwargs()
+    named = {} if not given else {type(recipe).__name__: getattr(recipe.backend, "value", recipe.backend)}
+    backend = one_value("the library of fp8", named | {launched("FP8_BACKEND"): environment.text("FP8_BACKEND")})
+    if backend not in (None, "AO"):
+        library = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}.get(backend, backend)
+        raise NotImplementedError(
+            f"Expected torchao for fp8. Received: {library}, which drivetrain does not use. Pass AORecipeKwargs() in "
+            "kwargs_handlers, or mixed_precision='bf16'."
+        )
+    recipe = recipe if isinstance(recipe, AORecipeKwargs) else AORecipeKwargs()
+    if recipe.config is not None:
+        return {"fp8": recipe}
+    switches = {}
+    for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+        said = None if environment.text(f"FP8_{name.upper()}") is None else environment.flag(f"FP8_{name.upper()}")
+        switches[name] = one_value(name, {name: getattr(recipe, name), launched(f"FP8_{name.upper()}"): said})
+    return {"fp8": dataclasses.replace(recipe, **switches)}
 
 
 def check_clipping(max_norm: float) -> None:
@@ -183,8 +217,3 @@ def rng_types(given: list[Any] | None) -> list[RNGType] | None:
             known = ", ".join(RNGType.list())
             raise ValueError(f"Expected rng_types of {known}. Received: {item!r}. Choose of these.")
     return None if given is None else [RNGType(item) for item in given]
-
-
-def parameter_list(parameters: Any) -> list[torch.Tensor]:
-    """Returns one parameter, or any iterable of them, as a list."""
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

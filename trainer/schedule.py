@@ -94,10 +94,13 @@ class Schedule:
                 stacklevel=2,
             )
 
-    def total_steps(self, accumulation: Callable[[int], int]) -> float:
+    def total_steps(
+        self, accumulation: Callable[[int], int], *, global_batch: int | None = None, samples: int | None = None
+    ) -> float:
         """Return how many optimizer steps the run takes; math.inf where nothing limits it.
 
-        ``accumulation`` gives the micro-batches per step in an epoch.
+        ``accumulation`` gives the micro-batches per step in an epoch; ``global_batch`` and ``samples``, where they are
+        known, are the samples in a batch of all ranks and in an epoch. A limit in time says nothing of steps.
         """
         totals = [math.inf]
         for limit in self.limits:
@@ -106,4 +109,18 @@ class Schedule:
             elif limit.unit == "ep" and not math.isinf(self.num_batches):
                 epochs = range(math.ceil(limit.value))
                 totals.append(sum(math.ceil(self.num_batches / accumulation(epoch)) for epoch in epochs))
+            elif limit.unit == "sa" and global_batch:
+                totals.append(self._steps_of_samples(limit.value, accumulation, global_batch, samples))
         return min(totals)
+
+    def _steps_of_samples(
+        self, wanted: float, accumulation: Callable[[int], int], global_batch: int, samples: int | None
+    ) -> int:
+        """Count steps until so many samples are seen; a run ends where a window does."""
+        steps, epoch = 0, 0
+        in_epoch = math.inf if math.isinf(self.num_batches) else self.num_batches * global_batch
+        in_epoch = in_epoch if samples is None else min(in_epoch, samples)
+        while wanted > in_epoch:
+            steps += math.ceil(self.num_batches / accumulation(epoch))
+            wanted, epoch = wanted - in_epoch, epoch + 1
+        return steps + math.ceil(min(math.ceil(wanted / global_batch), self.num_batches) / accumulation(epoch))

@@ -12,7 +12,7 @@ from ..callbacks.checkpoint import ModelCheckpoint
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.progress import Progress as ProgressCallback
 from ..callbacks.tracking import Tracking
-from .loaders import length
+from .loaders import length, samples_of
 
 if TYPE_CHECKING:
     from .arguments import Plan
@@ -29,6 +29,7 @@ class TrainerState:
 
     accelerator: Any
     callbacks: list[Any]
+    launcher: Any
     limits: dict[str, int | float | None]
     metrics: Metrics | None
     module: TrainModule | None
@@ -59,8 +60,8 @@ class TrainerState:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
-        return self.accelerator.num_processes
+        """Number of processes: of those that train, where each ``fit`` starts its own."""
+        return self.plan.processes * self.plan.nodes if self.launcher.later else self.accelerator.num_processes
 
     @property
     def global_rank(self) -> int:
@@ -80,12 +81,12 @@ class TrainerState:
     @property
     def num_nodes(self) -> int:
         """Number of machines."""
-        return max(1, self.world_size // max(1, self.accelerator.world.local_size))
+        return max(1, self.world_size // max(1, self.num_devices))
 
     @property
     def num_devices(self) -> int:
         """Number of processes on this machine."""
-        return self.accelerator.world.local_size
+        return self.plan.processes if self.launcher.later else self.accelerator.world.local_size
 
     @property
     def is_global_zero(self) -> bool:
@@ -195,7 +196,8 @@ class TrainerState:
                 "Expected a fit. Received: none. Read estimated_stepping_batches in configure_optimizers or later."
             )
         self.schedule.num_batches = self.num_training_batches
-        return self.schedule.total_steps(self.accumulation)
+        batch, samples = samples_of(self.train_dataloader)
+        return self.schedule.total_steps(self.accumulation, global_batch=batch, samples=samples)
 
     @property
     def accumulation(self) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any, Callable
 
+import torch
 from torch import Tensor
 
 from .hooks import overrides
@@ -14,10 +17,10 @@ from .optimization import ManualOptimizer
 if TYPE_CHECKING:
     from .loop import FitLoop
 
-Step = Callable[[Any, int], Any]
+logger = logging.getLogger(__name__)
 
 
-def choose_step(loop: FitLoop) -> Step:
+def choose_step(loop: FitLoop) -> AutomaticStep:
     """Return the function that trains a batch, decided once per fit."""
     session = loop.session
     module, optimizers = session.module, session.trainer.optimizers
@@ -56,6 +59,7 @@ class AutomaticStep:
         self.zero_grad = self._zero_grad if overrides(self.module, "optimizer_zero_grad", TrainModule) else None
         via = self.module.backward if overrides(self.module, "backward", TrainModule) else None
         self.backward_options = {"via": via} if via else {}
+        self.told = False  # that there are batches without a loss
 
     def __call__(self, batch: Any, index: int) -> Any:
         accelerator = self.accelerator
@@ -104,6 +108,16 @@ class AutomaticStep:
         if self.step_schedulers:
             self.session.step_schedulers("step", self.progress.step)
 
+    def abandon(self) -> None:
+        """Drop the gradients of a window that is open, which will not be finished."""
+        count = self.accelerator.step
+        if count and not self.accelerator.sync_gradients:
+            logger.warning(
+                "Epoch %d ended inside an accumulation window, which is not finished: the gradients of its %d "
+                "micro-batches are dropped.", self.progress.epoch, count,
+            )  # fmt: skip
+            self.accelerator.abandon_window()
+
     def _zero_grad(self) -> None:
         self.module.optimizer_zero_grad(self.progress.epoch, self.progress.batch, self.optimizer)
 
@@ -123,6 +137,13 @@ class AutomaticStep:
                 f"Expected a loss on every rank, since all of them average their gradients. Received: None on rank "
                 f"{self.accelerator.process_index}. Return a loss of zero that depends on the parameters instead."
             )
+        if not self.told:
+            self.told = True
+            warnings.warn(
+                f"Expected {type(self.module).__name__}.training_step to return a loss. Received: None. Batches without "
+                "one are left out, and no step follows a window of them. Return the loss.",
+                stacklevel=2,
+            )
         return None, {}
 
     def _window_has_gradients(self) -> bool:
@@ -130,33 +151,86 @@ class AutomaticStep:
 
 
 class ClosureStep(AutomaticStep):
-    """The same with forward and backward in a closure: for ``optimizer_step`` overrides, and optimizers like LBFGS."""
+    """The same with forward and backward in a closure: for ``optimizer_step`` overrides, and optimizers like LBFGS.
 
-    def __call__(self, batch: Any, index: int) -> Any:
-        accelerator, optimizer = self.accelerator, self.optimizer
+    An optimizer may call the closure again, which then evaluates every micro-batch of the window anew. What it returns
+    is the window's loss: the mean over its micro-batches, and for an optimizer that looks at it over all ranks, so that
+    it decides the same on each of them.
+    """
+
+    def __init__(self, loop: FitLoop) -> None:
+        super().__init__(loop)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        looks = needs_closure(optimizer.step)
+        self.shares_loss = looks and self.accelerator.num_processes > 1
+        self.evaluates_again = looks or not type(optimizer).__module__.startswith("torch.optim.")
+        self.earlier: list[tuple[Any, int, float]] = []  # batch, its index and its weight: of the window until now
+        self.losses: list[Tensor] = []
         self.outputs: Any = None
 
-        def closure() -> Any:
-            if self.outputs is not None:  # called again by the optimizer: as at the first call, there are no gradients
-                optimizer.zero_grad()
-            with accelerator.autocast():
-                self.outputs = outputs = self.training_step(batch, index)
-            self.backward(outputs)
-            if accelerator.sync_gradients:
-                for hook in self.hooks.on_before_optimizer_step:
-                    if hook(optimizer) == -1:
-                        optimizer.zero_grad()  # the optimizer is under way already, and finds nothing to do
-                        break
-            return outputs["loss"] if isinstance(outputs, dict) else outputs
-
-        with accelerator.accumulate(self.model):
-            if not accelerator.sync_gradients:
-                closure()
-                return self.outputs
-            self.module.optimizer_step(self.progress.epoch, index, optimizer, closure)
+    def __call__(self, batch: Any, index: int) -> Any:
+        with self.accelerator.accumulate(self.model):
+            if not self.accelerator.sync_gradients:
+                outputs = self.evaluate(batch, index)
+                if self.evaluates_again:
+                    self.earlier.append((batch, index, self.loop.loader.weight))
+                return outputs
+            self.outputs = None
+            self.module.optimizer_step(self.progress.epoch, index, self.optimizer, lambda: self.closure(batch, index))
             self.after_update()
+            self.forget()
             self.loop.at_edge = True
         return self.outputs
+
+    def closure(self, batch: Any, index: int) -> Any:
+        """Compute the gradients of the window that ends with a batch, and return its loss."""
+        if self.outputs is not None:  # called again by the optimizer: as at the first call, there are no gradients
+            self.optimizer.zero_grad()
+            self.losses.clear()
+            self.evaluate_earlier()
+        self.outputs = self.evaluate(batch, index)
+        for hook in self.hooks.on_before_optimizer_step:
+            if hook(self.optimizer) == -1:
+                self.optimizer.zero_grad()  # the optimizer is under way already, and finds nothing to do
+                break
+        if not self.losses:
+            return None
+        loss = torch.stack(self.losses).mean()
+        return self.accelerator.reduce(loss, "mean") if self.shares_loss else loss
+
+    def evaluate(self, batch: Any, index: int) -> Any:
+        """Do forward and backward of one micro-batch, and keep its loss."""
+        with self.accelerator.autocast():
+            outputs = self.training_step(batch, index)
+        self.backward(outputs)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.losses.append(loss.detach() * self.loop.loader.weight)
+        return outputs
+
+    def evaluate_earlier(self) -> None:
+        """Do forward and backward of the window's micro-batches but the last, each with the weight that it had."""
+        loader = self.loop.loader
+        own = loader.weight
+        for batch, index, weight in self.earlier:
+            loader.weight = weight
+            with self.accelerator.no_sync(self.model):
+                outputs = self.evaluate(batch, index)
+            if isinstance(outputs, dict) and outputs.get("weight") is not None:
+                raise ValueError(
+                    "Expected losses without weights under an optimizer that evaluates a window again. Received: "
+                    f"weight={outputs['weight']}. Return the loss alone, or accumulate one micro-batch."
+                )
+        loader.weight = own
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the window's batches and losses."""
+        self.earlier.clear()
+        self.losses.clear()
 
 
 class WithoutOptimizer(AutomaticStep):

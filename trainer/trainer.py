@@ -18,7 +18,7 @@ from .launching import Launcher, make_accelerator
 from .loaders import LoaderSource
 from .loop import FitLoop
 from .metrics import Metrics
-from .module import TrainModule
+from .module import TrainModule, uncompiled
 from .numerics import numerics
 from .optimization import LRSchedulerConfig
 from .progress import Progress
@@ -177,6 +177,7 @@ class Trainer(TrainerState):
             raise ValueError(
                 f"Expected one checkpoint. Received: ckpt_path={ckpt_path!r} and resume={resume!r}. Pass one of them."
             )
+        model = uncompiled(model)
         source = LoaderSource(model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule)
         path = ckpt_path if ckpt_path is not None else resume
         if self.launcher.later:
@@ -230,7 +231,7 @@ class Trainer(TrainerState):
     def _evaluate(
         self, stage: str, model: Any, loaders: Any, datamodule: Any, path: Any, options: dict[str, Any]
     ) -> Any:
-        model = model if model is not None else self.module
+        model = uncompiled(model) if model is not None else self.module
         if model is None:
             raise ValueError(f"Expected a module to {stage}. Received: none, and nothing was fitted. Pass a module.")
         if datamodule is None and loaders is None:

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from ..gradients import GradientState
 from ..nested import concatenate, ignorant_find_batch_size, recursively_apply, slice_tensors
 from ..random import derive
+from ..settings import DataLoaderConfiguration
+from ..world import World, current
 from .loader import BATCH, DataLoaderShard
 from .position import Position
 from .samplers import NOTHING, Layout, Share
@@ -27,7 +30,17 @@ class DataLoaderDispatcher(DataLoaderShard):
     batches put together. An error on rank 0 ends the iteration on all.
     """
 
-    slice_fn: Callable[..., Any] | None = None
+    def __init__(self, dataset: Any, split_batches: bool = False, skip_batches: int = 0,
+                 use_stateful_dataloader: bool = False, _drop_last: bool = False, _non_blocking: bool = False,
+                 slice_fn: Callable[..., Any] | None = None, torch_device_mesh: Any = None, iteration: int = 0,
+                 *, device: Any = None, world: World | None = None, config: DataLoaderConfiguration | None = None,
+                 gradient_state: Any = None, **options: Any) -> None:
+        """Takes a DataLoader, or as in Accelerate a data set with DataLoader's options, which rank 0 reads for all."""
+        config = config or DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=True)
+        gradient_state = gradient_state if world is not None else gradient_state or GradientState()
+        self.slice_fn = slice_fn
+        super().__init__(dataset, device, skip_batches=skip_batches, _non_blocking=_non_blocking, iteration=iteration,
+                         world=world or current(), config=config, gradient_state=gradient_state, **options)
 
     def _batches(self, place: Position, skip: int) -> Iterator[Pair]:
         if self.world.size == 1:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
+from ..gradients import GradientState
 from ..nested import send_to_device
-from ..random import derive
+from ..random import derive, run_seed
 from ..settings import DataLoaderConfiguration
 from ..world import World
 from .division import Division
@@ -47,13 +48,11 @@ def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device |
         return dataloader  # type: ignore[return-value]  # a view has all that its loader has
     config = config or DataLoaderConfiguration()
     loader = dataloader if _ordinary(dataloader) else _wrapped(dataloader)
-    shard = (kind or DataLoaderShard)(loader, world=world, config=config, gradient_state=gradient_state,
+    shard = (kind or DataLoaderShard)(loader, device=device if put_on_device else None, world=world, config=config,
+                                      gradient_state=gradient_state, _non_blocking=non_blocking or config.non_blocking,
                                       seed=seed if config.data_seed is None else config.data_seed)
     if loader is not dataloader:
         shard.base, shard.dataset = dataloader, getattr(dataloader, "dataset", dataloader)
-    if device is not None and put_on_device and torch.device(device).type != "cpu":
-        shard.device, overlap = torch.device(device), non_blocking or config.non_blocking
-        shard.move = lambda batch: send_to_device(batch, shard.device, overlap)
     return shard
 
 
@@ -71,12 +70,26 @@ class DataLoaderShard(DataLoader):
 
     __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's own compares names on each store
 
-    def __init__(self, base: DataLoader, *, world: World, config: DataLoaderConfiguration, seed: int = 0,
-                 gradient_state: Any = None) -> None:
+    def __init__(self, dataset: Any, device: torch.device | str | None = None, rng_types: Any = None,
+                 synchronized_generator: Any = None, skip_batches: int = 0, use_stateful_dataloader: bool = False,
+                 _drop_last: bool = False, _non_blocking: bool = False, torch_device_mesh: Any = None,
+                 iteration: int = 0, *, world: World | None = None, config: DataLoaderConfiguration | None = None,
+                 seed: int | None = None, gradient_state: Any = None, **options: Any) -> None:
+        """Takes a DataLoader, or as in Accelerate a data set with DataLoader's options, which this process has alone.
+
+        `prepare_data_loader` makes loaders that share a data set. `rng_types`, `synchronized_generator`,
+        `use_stateful_dataloader` and `_drop_last` have nothing to do: order is a function of seed and epoch, and every
+        loader has a state.
+        """
+        base = DataLoader(dataset, **options) if options or not isinstance(dataset, DataLoader) else dataset
+        config = config or DataLoaderConfiguration()
+        if world is None:
+            world, gradient_state = World(), gradient_state or GradientState()
         self.base, self.world, self.config, self.gradient_state = base, world, config, gradient_state
         self.dataset, self.sampler, self.batch_sampler = base.dataset, base.sampler, base.batch_sampler
         self.collate_fn, self.num_workers = base.collate_fn, base.num_workers
-        self.device, self.seed, self.epoch, self.lockstep = torch.device("cpu"), seed, 0, True
+        self.seed, self.epoch, self.lockstep = run_seed() if seed is None else seed, iteration, True
+        self.skip_batches = skip_batches
         self.limit: int | None = None
         self.transfer: Callable[[Any], Any] | None = None
         self.divide: Callable[[Any], tuple[Any, float]] | None = None
@@ -89,10 +102,11 @@ class DataLoaderShard(DataLoader):
         self._pending: Position | None = None
         self._running = self._done = 0
         self._reset(0)
+        self._place_on(device, _non_blocking)
         self._check_filled()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator
-        return self.iterate()
+        return self.iterate(self.skip_batches)
 
     def __len__(self) -> int:
         """Batches in an epoch of this rank; TypeError where sampler or data set do not know."""
@@ -200,6 +214,11 @@ class DataLoaderShard(DataLoader):
             log.warning("The data goes on in the order of the checkpoint's seed %d, not of %d.", place.seed, self.seed)
         self.epoch, self.seed, self._pending, self._open = place.epoch, place.seed, place, None
         self._reset(place.samples)
+
+    def _place_on(self, device: torch.device | str | None, overlap: bool) -> None:
+        self.device = torch.device("cpu" if device is None else device)
+        if self.device.type != "cpu":
+            self.move = lambda batch: send_to_device(batch, self.device, overlap)
 
     def _next_place(self) -> Position:
         """Where the next iteration begins."""
