@@ -1,193 +1,164 @@
-"""One cell of the parity matrix: a small transformer trained under one strategy, and what it left.
+"""One cell of the parity matrix: a small transformer, trained under a strategy, and compared with one process.
 
-`train(...)` is called on every rank (see tests/distributed.run), or in the test's own process for one process. The
-same arguments give the same samples in the same global batches whatever the strategy.
+The same seed and global batches give the same losses, gradient norms, weights and evaluation metrics, wherever they
+are computed. `trained` runs on each rank, `differences` compares two records, `cell` does both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from drivetrain import Callback, Trainer, TrainModule
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from drivetrain import Accelerator
+from drivetrain.tests.distributed import run
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-VOCABULARY, LENGTH, WIDTH, HEADS = 32, 16, 16, 4
-
-
-class Tokens(Dataset):
-    """Sequences that follow a rule, with the next tokens as labels and their positions."""
-
-    def __init__(self, count: int = 64, *, length: int = LENGTH) -> None:
-        generator = torch.Generator().manual_seed(3)
-        starts = torch.randint(0, VOCABULARY, (count, 1), generator=generator)
-        steps = torch.randint(1, 4, (count, 1), generator=generator)
-        self.tokens = (starts + steps * torch.arange(length + 1)) % VOCABULARY
-        self.positions = torch.arange(length)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index]
-        return {"tokens": tokens[:-1], "labels": tokens[1:], "positions": self.positions}
+VOCABULARY, WIDTH, LENGTH = 17, 16, 6
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    """Attention and a feed-forward layer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __init__(self, width: int = WIDTH, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
         y = self.norm1(x)
-        q, k, v = (self._heads(layer(y)) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-    @staticmethod
-    def _heads(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-
-
-class Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.token(tokens) + self.position(positions)
+        q, k, v = (layer(y).view(rows, length, -1, WIDTH // self.heads).transpose(1, 2)
+                   for layer in (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o_proj(attended.transpose(1, 2).reshape(rows, length, -1))
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(self.norm2(x))))
 
 
 class Transformer(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = Embedding()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    """Predicts the next token; embedding and head share their weight if `tied`."""
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens, positions)
+    def __init__(self, layers: int = 2, *, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
 
 
-class Language(TrainModule):
-    """The transformer with cross-entropy; logs the loss of each step, and two metrics in validation."""
+@dataclass
+class Record:
+    """What a run gave: a loss and a gradient norm for each step, whole weights, a metric."""
 
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.net = Transformer(layers)
-
-    def loss(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.net(batch["tokens"], batch["positions"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss, _ = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss, logits = self.loss(batch)
-        self.log("val_loss", loss)
-        right = (logits.argmax(-1) == batch["labels"]).sum()
-        self.log("right", right, reduce_fx="sum")
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    metric: float = 0.0
 
 
-PLAN = {
-    "net.layers.*.q": "colwise", "net.layers.*.k": "colwise", "net.layers.*.v": "colwise", "net.layers.*.o": "rowwise",
-    "net.layers.*.up": "colwise", "net.layers.*.down": "rowwise", "net.head": "colwise_gather_output",
-    "net.embed.token": "embedding_rowwise",
-}  # fmt: skip
-SEQUENCE_PLAN = {
-    "net.embed": "scatter_sequence", "net.layers.*.norm1": "sequence_parallel", "net.layers.*.norm2": "sequence_parallel",
-    "net.layers.*.q": "colwise_from_sequence", "net.layers.*.k": "colwise_from_sequence",
-    "net.layers.*.v": "colwise_from_sequence", "net.layers.*.o": "rowwise_to_sequence",
-    "net.layers.*.up": "colwise_from_sequence", "net.layers.*.down": "rowwise_to_sequence",
-    "net.norm": "sequence_parallel", "net.head": "colwise_gather_output_from_sequence",
-}  # fmt: skip
+def tokens(count: int, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator))
 
 
-class Recorder(Callback):
-    """Keeps each step's loss and gradient norm."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
-        if "loss" in metrics:
-            self.losses.append(metrics["loss"])
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        norm = trainer.accelerator.strategy.norm(list(module.parameters()))
-        self.norms.append(float(norm))
+def loss_of(model: Any, batch: Tensor) -> Tensor:
+    logits = model(batch[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def train(
-    strategy: Any = "auto",
+def trained(
+    strategy: Any = None,
     *,
+    precision: str | None = None,
+    accumulate: int = 1,
     steps: int = 50,
     batch: int = 8,
-    accumulate: int = 1,
-    precision: str = "32",
-    data: Dataset | None = None,
-    module: TrainModule | None = None,
-    validate: bool = True,
-    accelerator: Any = "cpu",
-    **options: Any,
-) -> dict[str, Any]:
-    """Trains for so many steps with a global batch of `batch` samples; returns losses, norms, metrics and weights."""
-    data, module, recorder = data or Tokens(), module or Language(), Recorder()
-    options = {"callbacks": [], "enable_checkpointing": False, **options}
-    trainer = Trainer(
-        accelerator=accelerator, strategy=strategy, precision=precision, seed=5, max_steps=steps,
-        accumulate_grad_batches=accumulate, log_every_n_steps=1, gradient_clip_val=1.0, num_sanity_val_steps=0,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=1,
-        **{**options, "callbacks": [recorder, *options["callbacks"]]},
+    lr: float = 3e-3,
+    model: Callable[[], nn.Module] = Transformer,
+    prepared: Callable[[Any], None] = lambda accelerator: None,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> Record:
+    """Train on global batches of `batch` rows for `steps` optimizer steps, evaluate, and return the record.
+
+    `strategy` is what an Accelerator takes, or a function that makes it. The same on every rank.
+    """
+    accelerator = Accelerator(
+        cpu=True, strategy=strategy() if callable(strategy) else strategy, mixed_precision=precision,
+        gradient_accumulation_steps=accumulate,
     )  # fmt: skip
-    share = batch // trainer.accelerator.strategy.data_world.size
-    loader = DataLoader(data, batch_size=share, shuffle=True)
-    checks = DataLoader(data, batch_size=5) if validate else None
-    trainer.fit(module, loader, checks)
-    weights = trainer.accelerator.get_state_dict(trainer.session.model)
+    prepared(accelerator)
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=lr)
+    ranks = accelerator.strategy.data_world.size
+    data = DataLoader(tokens(batch * steps), batch_size=batch // accumulate // ranks)
+    network, optimizer, data = accelerator.prepare(network, optimizer, data)
+    record, part = Record(), 0.0
+    for (rows,) in data:
+        before_step(len(record.losses))
+        with accelerator.accumulate(network):
+            loss = loss_of(network, rows)
+            accelerator.backward(loss)
+            part += accelerator.strategy.data_world.all_reduce(loss.detach().clone(), "mean").item() / accumulate
+            if accelerator.sync_gradients:
+                record.norms.append(accelerator.clip_grad_norm_(network.parameters(), 1.0).item())
+                record.losses.append(part)
+                part = 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+    record.metric = evaluated(accelerator, network)
+    record.weights = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(network).items()}
+    accelerator.end_training()
+    return record
+
+
+def evaluated(accelerator: Any, model: Any) -> float:
+    """Return the mean loss over 12 rows."""
+    data = accelerator.prepare(DataLoader(tokens(12, seed=2), batch_size=12 // accelerator.strategy.data_world.size))
+    model.eval()
+    with torch.no_grad():
+        (loss,) = [loss_of(model, rows) for (rows,) in data]
+    model.train()
+    return accelerator.strategy.data_world.all_reduce(loss.clone(), "mean").item()
+
+
+def differences(record: Record, reference: Record) -> dict[str, float]:
+    """Return the largest relative difference of each kind."""
+    weights = [_distance(record.weights[name], value) for name, value in reference.weights.items()]
     return {
-        "losses": recorder.losses,
-        "norms": recorder.norms,
-        "metrics": {name: trainer.callback_metrics[name] for name in ("val_loss", "right") if validate},
-        "weights": {name: value.detach().clone() for name, value in weights.items()},
+        "losses": _largest(record.losses, reference.losses),
+        "norms": _largest(record.norms, reference.norms),
+        "weights": max(weights),
+        "metric": _largest([record.metric], [reference.metric]),
     }
 
 
-def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, tolerance: float = 1e-5) -> dict[str, float]:
-    """Returns the largest relative difference of each kind; raises AssertionError above the tolerance."""
-    assert len(found["losses"]) == len(expected["losses"]) and len(found["norms"]) == len(expected["norms"])
-    assert set(found["weights"]) == set(expected["weights"])
-    pairs = {
-        "losses": (found["losses"], expected["losses"]),
-        "norms": (found["norms"], expected["norms"]),
-        "metrics": (list(found["metrics"].values()), list(expected["metrics"].values())),
-    }
-    differences = {kind: _difference(torch.tensor(a), torch.tensor(b)) for kind, (a, b) in pairs.items() if len(b)}
-    weights = [_difference(found["weights"][name], value) for name, value in expected["weights"].items()]
-    differences["weights"] = max(weights)
-    assert max(differences.values()) <= tolerance, differences
-    return differences
+def cell(
+    strategy: Any, ranks: int, *, reference: Record, timeout: float = 120, **options: Any
+) -> dict[str, float]:
+    """Train under a strategy on gloo ranks and return how far it is from the reference."""
+    records = run(lambda rank: trained(strategy, **options), ranks, timeout=timeout)
+    assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
+    return differences(records[0], reference)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    scale = expected.double().abs().max().clamp(min=1e-12)
-    return float((found.double() - expected.double()).abs().max() / scale)
+def _largest(values: list[float], expected: list[float]) -> float:
+    assert len(values) == len(expected)
+    return max(abs(value - other) / max(abs(other), 1e-12) for value, other in zip(values, expected))
+
+
+def _distance(value: Tensor, expected: Tensor) -> float:
+    return (torch.linalg.norm((value - expected).double()) / torch.linalg.norm(expected.double()).clamp_min(1e-12)).item()

@@ -71,8 +71,8 @@ def test_names():
     assert strategies.DDPStrategy is DDPStrategy
     with pytest.raises(ValueError, match="Received: 'dpp'. Did you mean 'ddp'"):
         strategies.create("dpp")
-    with pytest.raises(NotImplementedError, match="'fsdp' is not part of this version of drivetrain. Use strategy='ddp'"):
-        strategies.create("fsdp")
+    with pytest.raises(NotImplementedError, match="'megatron' is not part of this version of drivetrain. Use strategy='ddp'"):
+        strategies.create("megatron")
     with pytest.raises(AttributeError):
         strategies.NoSuchStrategy
 

@@ -1,0 +1,55 @@
+"""The laws under FSDP and HSDP: parity with one process, interruption, and runs that a rank leaves or spoils."""
+
+from __future__ import annotations
+
+import pytest
+from drivetrain.strategies.fsdp import FSDPStrategy
+from drivetrain.tests.conformance.cells import Record, cell, trained
+from drivetrain.tests.distributed import run
+
+TOLERANCE = {None: 1e-5, "bf16": 2e-2}
+CELLS = [
+    pytest.param("fsdp", 2, None, 1, id="fsdp"),
+    pytest.param("fsdp", 2, None, 4, id="fsdp-accumulate"),
+    pytest.param("fsdp", 2, "bf16", 1, id="fsdp-bf16"),
+    pytest.param("fsdp", 2, "bf16", 4, id="fsdp-bf16-accumulate"),
+    pytest.param("hsdp", 4, None, 1, id="hsdp"),
+    pytest.param("hsdp", 4, "bf16", 1, id="hsdp-bf16"),
+]
+_references: dict[tuple, Record] = {}
+
+
+def reference(precision, accumulate) -> Record:
+    """One process, plain torch underneath; computed once for each way to compute."""
+    key = precision, accumulate
+    if key not in _references:
+        (_references[key],) = run(lambda rank: trained(precision=precision, accumulate=accumulate), 1, group=False)
+    return _references[key]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "precision", "accumulate"), CELLS)
+def test_parity_with_one_process_after_fifty_steps(strategy, ranks, precision, accumulate):
+    found = cell(
+        strategy, ranks, reference=reference(precision, accumulate), precision=precision, accumulate=accumulate
+    )
+    assert all(value <= TOLERANCE[precision] for value in found.values()), found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": False},
+        {"cpu_offload": True},
+        {"activation_checkpointing": True},
+        {"auto_wrap_policy": "NO_WRAP"},
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500},
+        {"transformer_cls_names_to_wrap": ["Block"], "forward_prefetch": True},
+        {"sync_module_states": False},
+        {"ignored_modules": r"layers\.0\.norm1"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_parity_whatever_is_sharded_and_when(options):
+    expected = run(lambda rank: trained(steps=6), 1, group=False)[0]
+    found = cell(lambda: FSDPStrategy(**options), 2, reference=expected, steps=6)
+    assert all(value <= 1e-5 for value in found.values()), found
