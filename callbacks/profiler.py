@@ -14,6 +14,7 @@ from .sections import LAST, Sections
 _KINDS = {"simple": "simple", "torch": "torch", "pytorch": "torch", "cprofile": "cprofile", "advanced": "cprofile",
           "xla": "xla"}  # fmt: skip
 _SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
+_FOR_MEMORY = ("record_shapes", "profile_memory", "with_stack")  # what a timeline of memory is made of
 _LEAST = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "row_limit": 1}
 
 
@@ -61,8 +62,7 @@ class Profiler(Callback):
             "activities": activities, "record_shapes": record_shapes, "profile_memory": profile_memory,
             "with_stack": with_stack, "with_flops": with_flops,
         }  # fmt: skip
-        if memory_timeline:  # it is made of these
-            switches |= {"record_shapes": True, "profile_memory": True, "with_stack": True}
+        switches |= dict.fromkeys(_FOR_MEMORY, True) if memory_timeline else {}
         rest = {"sort_by": sort_by, "row_limit": row_limit, "memory_timeline": memory_timeline}
         everything = {**schedule, **switches, **rest}
         given = {name for name, value in everything.items() if value is not None}
@@ -93,7 +93,7 @@ class Profiler(Callback):
             from .operator_profile import Operators
 
             options: dict[str, Any] = {name: value for name, value in switches.items() if value is not None}
-            options["schedule_option"] = {n: _SCHEDULE[n] if v is None else v for n, v in schedule.items()}
+            options["schedule_option"] = _SCHEDULE | {n: v for n, v in schedule.items() if v is not None}
             self._make = partial(Operators, options, row_limit or 20, sort_by, memory_timeline=bool(memory_timeline))
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
