@@ -210,6 +210,18 @@ class AcceleratorState(PartialState):
         """Accelerate's word for the precision: "no", "fp16" or "bf16"."""
         return str(self._shared_state["_mixed_precision"])
 
+    deepspeed_plugin: Any
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Returns one of several DeepSpeedPlugins by its name."""
+        return self._shared_state["strategy"].options(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Puts one of several DeepSpeedPlugins in force, for models that are prepared from now on."""
+        strategy = self._shared_state["strategy"]
+        strategy.select(name)
+        self._shared_state["deepspeed_plugin"] = strategy.plugin
+
     is_fsdp2 = fork_launched = False
 
 

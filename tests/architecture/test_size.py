@@ -14,7 +14,7 @@ OTHERS = 450
 # Lines of a file, docstrings included. Raise a number only together with its reason, in the same commit.
 BUDGETS = {
     "__init__.py": 600,  # lists every public name twice: in the table and for editors
-    "strategies/base.py": 345,  # the mesh of a strategy, the ranks that share data or losses, optimizer state
+    "strategies/base.py": 385,  # the mesh of a strategy, ranks that share data or losses, optimizer state, windows
     "strategies/world.py": 320,  # a world has private groups too, for saves in the background
     "strategies/mesh.py": 300,  # also what Accelerate asks a ParallelismConfig for
     "strategies/environment.py": 390,  # also what a launch says to each engine, and the variables for variables.py
@@ -24,7 +24,7 @@ BUDGETS = {
     "strategies/gradients.py": 150,
     "strategies/optimizer.py": 250,
     "strategies/scheduler.py": 150,
-    "strategies/state.py": 260,  # a place for every plugin
+    "strategies/state.py": 270,  # a place for every plugin, and one of several of DeepSpeed in force
     "strategies/random.py": 160,  # also knows what is drawn from after an evaluation, for saves inside of one
     "strategies/launch.py": 400,
     "callbacks/base.py": 200,  # lists every hook of a run, each with its signature and one sentence
