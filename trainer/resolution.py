@@ -14,6 +14,7 @@ from typing import Any
 
 from ..strategies import environment
 from ..strategies.fp8_recipes import RECIPES, AORecipeKwargs
+from ..strategies.deepspeed_plugin import DeepSpeedPlugins
 from ..strategies.precision import canonical_name
 from ..strategies.settings import (
     AutocastKwargs,
@@ -44,8 +45,11 @@ def engine_plugins(*, deepspeed_plugin: Any, deepspeed_plugins: Any, **others: A
 
     Several of DeepSpeed come as a dict by names, the first of which is the one in force.
     """
-    if isinstance(deepspeed_plugin, dict):
-        deepspeed_plugin, deepspeed_plugins = None, deepspeed_plugin
+    for several in (deepspeed_plugin, deepspeed_plugins):
+        if isinstance(several, dict):
+            deepspeed_plugin, deepspeed_plugins = None, DeepSpeedPlugins(several)
+    if deepspeed_plugins is not None and not isinstance(deepspeed_plugins, DeepSpeedPlugins):
+        deepspeed_plugin, deepspeed_plugins = deepspeed_plugins, None
     given = {"deepspeed_plugin": deepspeed_plugin, "deepspeed_plugins": deepspeed_plugins, **others}
     for name, plugin in given.items():
         if plugin is not None and name != "deepspeed_plugins" and getattr(plugin, "slot", None) != name:
