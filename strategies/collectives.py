@@ -156,7 +156,9 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     The mean of integers and booleans is float32. Raises ValueError, on every rank, where shapes or dtypes differ.
     """
     if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"Expected reduction to be 'sum', 'mean' or 'none'. Received: reduction={reduction!r}.")
+        raise ValueError(
+            f"Expected reduction to be 'sum', 'mean' or 'none'. Received: reduction={reduction!r}. Use 'mean' for an average."
+        )
     world = current()
     leaves = _tensors("reduce", tensor)
     if world.size > 1 and reduction != "none":

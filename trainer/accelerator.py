@@ -138,7 +138,7 @@ class Accelerator(Standing):
         check_optional(
             split_batches=split_batches, dataloader_config=dataloader_config, project_dir=project_dir,
             project_config=project_config, gradient_accumulation_plugin=gradient_accumulation_plugin,
-            kwargs_handlers=kwargs_handlers, dynamo_plugin=dynamo_plugin, rng_types=rng_types,
+            kwargs_handlers=kwargs_handlers, dynamo_plugin=dynamo_plugin, rng_types=rng_types, device=device,
         )  # fmt: skip
         engine_plugins = resolution.engine_plugins(
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
@@ -561,10 +561,12 @@ class Accelerator(Standing):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Returns nested data of tensors reduced over the processes ("sum", "mean" or "none"), times `scale`."""
+        check(scale=scale)
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Returns nested data of tensors padded along `dim` to the longest of any process."""
+        check(dim=dim)
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def wait_for_everyone(self) -> None:
@@ -573,6 +575,7 @@ class Accelerator(Standing):
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Returns a context with this process's share of a list, tuple, tensor or dict (see PartialState)."""
+        check(inputs=inputs)
         return self.state.split_between_processes(inputs, apply_padding)
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -585,26 +588,33 @@ class Accelerator(Standing):
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Returns a function that runs on the first process only and gives None on the others."""
+        check_optional(function=function)
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Returns a function that runs on the first process of each machine only."""
+        check_optional(function=function)
         return self.state.on_local_main_process(function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs on the last process only."""
+        check(function=function)
         return self.state.on_last_process(function)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
         """Returns a function that runs on the process of this rank only; without a function a decorator."""
+        check(process_index=process_index)
+        check_optional(function=function)
         return self.state.on_process(function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
         """Returns a function that runs on the process of this rank on each machine; without a function a decorator."""
+        check(local_process_index=local_process_index)
+        check_optional(function=function)
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

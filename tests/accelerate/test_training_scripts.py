@@ -363,7 +363,7 @@ def test_checkpoints_with_numbers_hooks_and_objects_of_ones_own(tmp_path):
         handle = accelerator.register_save_state_pre_hook(lambda models, weights, place: seen.append(len(models)))
         if part == "load":
             accelerator.load_state()
-            return count.value, model.weight.item(), accelerator.save_iteration
+            return count.value, accelerator.unwrap_model(model).weight.item(), accelerator.save_iteration
         for number in range(5):
             count.value = number
             nn.init.constant_(accelerator.unwrap_model(model).weight, float(number))
