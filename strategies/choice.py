@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "SingleDeviceStrategy": "base", "DDPStrategy": "ddp",
-    "FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed", "TensorParallelStrategy": "parallel",
+    "FSDPStrategy": "fsdp", "FSDP1Strategy": "fsdp1", "DeepSpeedStrategy": "deepspeed",
+    "TensorParallelStrategy": "parallel",
     "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
@@ -30,7 +31,7 @@ _WORDS = {
     "sp": "SequenceParallelStrategy", "ulysses": "SequenceParallelStrategy",
 }  # fmt: skip
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
-_LATER = ("fsdp1", "pipeline", "xla", "megatron")
+_LATER = ("pipeline", "xla", "megatron")
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
 _LAUNCHED: dict[str, tuple[str, str]] = {
     "USE_FSDP": ("fsdp_plugin", "FullyShardedDataParallelPlugin"),
@@ -54,6 +55,7 @@ def registry() -> dict[str, tuple[str, dict[str, Any]]]:
     names["deepspeed_stage_2_offload"] = ("DeepSpeedStrategy", {"zero_stage": 2, **_OFFLOAD})
     names["deepspeed_stage_3_offload"] = ("DeepSpeedStrategy", {"zero_stage": 3, **_OFFLOAD, "offload_param_device": "cpu"})
     names |= {"fsdp": ("FSDPStrategy", {}), "fsdp2": ("FSDPStrategy", {})}
+    names["fsdp1"] = ("FSDP1Strategy", {})
     names["hsdp"] = ("FSDPStrategy", {"replicate": "nodes"})
     for name, start in _STARTS.items():
         options = {} if start is None else {"start_method": start}

@@ -49,6 +49,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
     """
 
     name = "fsdp"
+    version = 2
     equal_forwards = True
 
     def __init__(
@@ -68,17 +69,18 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         )
         if plugin is not None and options:
             raise ValueError(f"Expected FSDP's options once. Received: plugin and {sorted(options)}. Give one.")
-        plugin = plugin or FullyShardedDataParallelPlugin(fsdp_version=2, **options)
-        if plugin.fsdp_version != 2:
+        plugin = plugin or FullyShardedDataParallelPlugin(fsdp_version=self.version, **options)
+        if plugin.fsdp_version != self.version:
             raise ValueError(
-                f"Expected fsdp_version=2. Received: {plugin.fsdp_version}. Use strategy='fsdp1' for version 1."
+                f"Expected fsdp_version={self.version}. Received: {plugin.fsdp_version}. Use strategy='fsdp' for "
+                "version 2, 'fsdp1' for version 1."
             )
         self.plugin, self.parallelism = plugin, parallelism
         self.full_state = plugin.full_state
         self._replicate, self._shard = replicate, shard
         if parallelism is None and replicate is None and plugin.hybrid:
             self._replicate = "nodes"
-        if self._hybrid():
+        if self._hybrid() and self.version == 2:
             self.name = "hsdp"
         self._replaced = replaced_parameters.Replaced()
         self._by_hand: sharding.Route | None = None

@@ -41,6 +41,7 @@ FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DI
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
            "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # fmt: skip
 _RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+_UNSAID = {"sync_module_states": None, "use_orig_params": True}
 _WITHOUT_EFFECT = {  # in version 2: field -> the value that is the only one there, and why
     "use_orig_params": (True, "parameters always keep their names"),
     "limit_all_gathers": (True, "memory never runs ahead of the device"),
@@ -68,7 +69,9 @@ class FullyShardedDataParallelPlugin:
         cpu_offload: parameters, gradients and optimizer state on the CPU.
         ignored_modules: modules, or a regular expression of their names, that stay whole on each rank; their gradients
             are averaged over the ranks.
-        state_dict_type: what a checkpoint holds of a model: parts of each rank, or one whole state from the first.
+        state_dict_type: what a checkpoint holds of a model: parts of each rank (the default, in version 1 too), or one
+            whole state from the first.
+        use_orig_params: version 1: parameters keep their names and shapes, so that an optimizer may be made before.
         param_init_fn: gives a module on "meta" its values; called with each module that has parameters of its own.
         sync_module_states: the first rank's weights go to all before they are sharded; None for yes.
         forward_prefetch: the next unit is gathered while one computes its forward.
@@ -157,8 +160,8 @@ class FullyShardedDataParallelPlugin:
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Sets what checkpoints hold of a model: a StateDictType or its name."""
         value = state_dict_type if state_dict_type is not None else self.state_dict_type
-        default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        kind = _member(StateDictType, default if value is None else value, "state_dict_type", FSDP_STATE_DICT_TYPE)
+        value = "SHARDED_STATE_DICT" if value is None else value
+        kind = _member(StateDictType, value, "state_dict_type", FSDP_STATE_DICT_TYPE)
         if kind is StateDictType.LOCAL_STATE_DICT:
             raise ValueError(
                 "Expected a state that other numbers of processes can load. Received: state_dict_type="
@@ -272,7 +275,7 @@ class FullyShardedDataParallelPlugin:
                      "cpu_ram_efficient_loading"):  # fmt: skip
             said = launched.flag(name) if launched.text(name) is not None else None
             value = launched.agreed(name, getattr(self, name), said)
-            setattr(self, name, value if value is not None or name == "sync_module_states" else False)
+            setattr(self, name, _UNSAID.get(name, False) if value is None else value)
         if self.cpu_ram_efficient_loading and self.sync_module_states is False:
             raise ValueError(
                 "Expected sync_module_states with cpu_ram_efficient_loading, under which only the first process has "

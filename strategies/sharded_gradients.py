@@ -44,27 +44,39 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, across: Groups = ()) -> Tensor:
+def total_norm(
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    across: Groups = (),
+    sharing: Callable[[Tensor], Groups] | None = None,
+) -> Tensor:
     """Returns the norm of all gradients together, as one process that holds them whole would find it (0 dimensions).
 
     `across` are process groups of ranks that hold other parameters, such as the stages of a pipeline, whose norms are
-    included. Every rank of the meshes and groups has to call this.
+    included. `sharing` gives the groups over which a parameter is shared out, where it is no DTensor that tells them.
+    Every rank of the meshes and groups has to call this.
     """
-    gradients, kind = gradients_of(parameters), float(norm_type)
+    parameters, kind = list(parameters), float(norm_type)
+    gradients = gradients_of(parameters)
     shared: dict[Groups, list[Tensor]] = {}
-    for gradient in gradients:
-        shared.setdefault(_sharing(gradient), []).append(local(gradient))
-    device = local(gradients[0]).device if gradients else torch.device("cpu")
+    for parameter in parameters:
+        held = parameter if parameter.grad is None else parameter.grad
+        groups = _sharing(held) if sharing is None else sharing(parameter)
+        parts = shared.setdefault(groups, [])  # every rank sums up, though it may have no gradient itself
+        if parameter.grad is not None:
+            parts.append(local(parameter.grad))
+    device = local(gradients[0]).device if gradients else local(parameters[0]).device if parameters else None
     powers = [_over_ranks(_power(parts, kind, device), kind, groups) for groups, parts in shared.items()]
     power = _over_ranks(_joined(powers, kind, device), kind, across)
     norm = power if math.isinf(kind) else power ** (1.0 / kind)
     return norm.to(torch.promote_types(torch.float32, gradients[0].dtype) if gradients else torch.float32)
 
 
-def clip_norm(parameters: Any, max_norm: float, norm_type: float = 2.0, *, across: Groups = ()) -> Tensor:
-    """Clips gradients by their total norm, which is returned as it was before; see `total_norm`."""
+def clip_norm(parameters: Any, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
+    """Clips gradients by their total norm, which is returned as it was before; options: see `total_norm`."""
     parameters = _listed(parameters)
-    norm = total_norm(parameters, norm_type, across=across)
+    norm = total_norm(parameters, norm_type, **options)
     if not math.isinf(max_norm):
         scale(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
@@ -116,15 +128,15 @@ class ShardedScaled(Scaled):
         self._unscaled.add(id(optimizer))
 
 
-def _sharing(gradient: Tensor) -> Groups:
+def _sharing(tensor: Tensor) -> Groups:
     """The process groups over which a tensor is shared out; none for a whole one."""
-    if not isinstance(gradient, DTensor):
+    if not isinstance(tensor, DTensor):
         return ()
-    mesh = gradient.device_mesh
-    return tuple(mesh.get_group(dim) for dim, place in enumerate(gradient.placements) if not place.is_replicate())
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if not place.is_replicate())
 
 
-def _power(parts: list[Tensor], kind: float, device: torch.device) -> Tensor:
+def _power(parts: list[Tensor], kind: float, device: torch.device | None) -> Tensor:
     """The sum of the elements' absolute values to the power `kind`; their largest for infinity."""
     parts = [part for part in parts if part.numel()]
     wide = torch.float32 if any(part.dtype.itemsize < 4 for part in parts) else None
@@ -132,7 +144,7 @@ def _power(parts: list[Tensor], kind: float, device: torch.device) -> Tensor:
     return _joined([norm.double() if math.isinf(kind) else norm.double() ** kind for norm in norms], kind, device)
 
 
-def _joined(powers: list[Tensor], kind: float, device: torch.device) -> Tensor:
+def _joined(powers: list[Tensor], kind: float, device: torch.device | None) -> Tensor:
     if not powers:
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack(powers)

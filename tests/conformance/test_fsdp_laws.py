@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from drivetrain.strategies.fsdp import FSDPStrategy
+from drivetrain.strategies.fsdp1 import FSDP1Strategy
 from drivetrain.tests.conformance.cells import Record, cell, trained
 from drivetrain.tests.distributed import run
 
@@ -13,6 +14,8 @@ CELLS = [
     pytest.param("fsdp", 2, None, 4, id="fsdp-accumulate"),
     pytest.param("fsdp", 2, "bf16", 1, id="fsdp-bf16"),
     pytest.param("fsdp", 2, "bf16", 4, id="fsdp-bf16-accumulate"),
+    pytest.param("fsdp1", 2, None, 1, id="fsdp1"),
+    pytest.param("fsdp1", 2, "bf16", 4, id="fsdp1-bf16-accumulate"),
     pytest.param("hsdp", 4, None, 1, id="hsdp"),
     pytest.param("hsdp", 4, "bf16", 1, id="hsdp-bf16"),
 ]
@@ -25,6 +28,13 @@ def reference(precision, accumulate) -> Record:
     if key not in _references:
         (_references[key],) = run(lambda rank: trained(precision=precision, accumulate=accumulate), 1, group=False)
     return _references[key]
+
+
+def short_reference() -> Record:
+    """One process, 6 steps."""
+    if () not in _references:
+        (_references[()],) = run(lambda rank: trained(steps=6), 1, group=False)
+    return _references[()]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "precision", "accumulate"), CELLS)
@@ -50,6 +60,21 @@ def test_parity_with_one_process_after_fifty_steps(strategy, ranks, precision, a
     ids=lambda options: "-".join(options),
 )
 def test_parity_whatever_is_sharded_and_when(options):
-    expected = run(lambda rank: trained(steps=6), 1, group=False)[0]
-    found = cell(lambda: FSDPStrategy(**options), 2, reference=expected, steps=6)
+    found = cell(lambda: FSDPStrategy(**options), 2, reference=short_reference(), steps=6)
+    assert all(value <= 1e-5 for value in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_POST"}, 2),
+        ({"sharding_strategy": "NO_SHARD"}, 2),
+        ({"sharding_strategy": "HYBRID_SHARD"}, 4),
+        ({"activation_checkpointing": True, "auto_wrap_policy": "NO_WRAP"}, 2),
+        ({"ignored_modules": r"layers\.0\.norm1"}, 2),
+    ],
+    ids=["grad-op", "no-shard", "hybrid", "recompute", "ignored"],
+)
+def test_parity_of_version_1_whatever_is_sharded_and_when(options, ranks):
+    found = cell(lambda: FSDP1Strategy(**options), ranks, reference=short_reference(), steps=6)
     assert all(value <= 1e-5 for value in found.values()), found
