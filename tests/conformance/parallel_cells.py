@@ -1,0 +1,193 @@
+"""One cell of the parity matrix: a small transformer trained under one strategy, and what it left.
+
+`train(...)` is called on every rank (see tests/distributed.run), or in the test's own process for one process. The
+same arguments give the same samples in the same global batches whatever the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from drivetrain import Callback, Trainer, TrainModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 32, 16, 16, 4
+
+
+class Tokens(Dataset):
+    """Sequences that follow a rule, with the next tokens as labels and their positions."""
+
+    def __init__(self, count: int = 64, *, length: int = LENGTH) -> None:
+        generator = torch.Generator().manual_seed(3)
+        starts = torch.randint(0, VOCABULARY, (count, 1), generator=generator)
+        steps = torch.randint(1, 4, (count, 1), generator=generator)
+        self.tokens = (starts + steps * torch.arange(length + 1)) % VOCABULARY
+        self.positions = torch.arange(length)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index]
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "positions": self.positions}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (self._heads(layer(y)) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    @staticmethod
+    def _heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.token(tokens) + self.position(positions)
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = Embedding()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens, positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Language(TrainModule):
+    """The transformer with cross-entropy; logs the loss of each step, and two metrics in validation."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.net = Transformer(layers)
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.net(batch["tokens"], batch["positions"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss, _ = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, logits = self.loss(batch)
+        self.log("val_loss", loss)
+        right = (logits.argmax(-1) == batch["labels"]).sum()
+        self.log("right", right, reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+PLAN = {
+    "net.layers.*.q": "colwise", "net.layers.*.k": "colwise", "net.layers.*.v": "colwise", "net.layers.*.o": "rowwise",
+    "net.layers.*.up": "colwise", "net.layers.*.down": "rowwise", "net.head": "colwise_gather_output",
+    "net.embed.token": "embedding_rowwise",
+}  # fmt: skip
+SEQUENCE_PLAN = {
+    "net.embed": "scatter_sequence", "net.layers.*.norm1": "sequence_parallel", "net.layers.*.norm2": "sequence_parallel",
+    "net.layers.*.q": "colwise_from_sequence", "net.layers.*.k": "colwise_from_sequence",
+    "net.layers.*.v": "colwise_from_sequence", "net.layers.*.o": "rowwise_to_sequence",
+    "net.layers.*.up": "colwise_from_sequence", "net.layers.*.down": "rowwise_to_sequence",
+    "net.norm": "sequence_parallel", "net.head": "colwise_gather_output_from_sequence",
+}  # fmt: skip
+
+
+class Recorder(Callback):
+    """Keeps each step's loss and gradient norm."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:
+        if "loss" in metrics:
+            self.losses.append(metrics["loss"])
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        norm = trainer.accelerator.strategy.norm(list(module.parameters()))
+        self.norms.append(float(norm))
+
+
+def train(
+    strategy: Any = "auto",
+    *,
+    steps: int = 50,
+    batch: int = 8,
+    accumulate: int = 1,
+    precision: str = "32",
+    data: Dataset | None = None,
+    module: TrainModule | None = None,
+    validate: bool = True,
+    accelerator: Any = "cpu",
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains for so many steps with a global batch of `batch` samples; returns losses, norms, metrics and weights."""
+    data, module, recorder = data or Tokens(), module or Language(), Recorder()
+    options = {"callbacks": [], "enable_checkpointing": False, **options}
+    trainer = Trainer(
+        accelerator=accelerator, strategy=strategy, precision=precision, seed=5, max_steps=steps,
+        accumulate_grad_batches=accumulate, log_every_n_steps=1, gradient_clip_val=1.0, num_sanity_val_steps=0,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=1,
+        **{**options, "callbacks": [recorder, *options["callbacks"]]},
+    )  # fmt: skip
+    share = batch // trainer.accelerator.strategy.data_world.size
+    loader = DataLoader(data, batch_size=share, shuffle=True)
+    checks = DataLoader(data, batch_size=5) if validate else None
+    trainer.fit(module, loader, checks)
+    weights = trainer.accelerator.get_state_dict(trainer.session.model)
+    return {
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "metrics": {name: trainer.callback_metrics[name] for name in ("val_loss", "right") if validate},
+        "weights": {name: value.detach().clone() for name, value in weights.items()},
+    }
+
+
+def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, tolerance: float = 1e-5) -> dict[str, float]:
+    """Returns the largest relative difference of each kind; raises AssertionError above the tolerance."""
+    assert len(found["losses"]) == len(expected["losses"]) and len(found["norms"]) == len(expected["norms"])
+    assert set(found["weights"]) == set(expected["weights"])
+    pairs = {
+        "losses": (found["losses"], expected["losses"]),
+        "norms": (found["norms"], expected["norms"]),
+        "metrics": (list(found["metrics"].values()), list(expected["metrics"].values())),
+    }
+    differences = {kind: _difference(torch.tensor(a), torch.tensor(b)) for kind, (a, b) in pairs.items() if len(b)}
+    weights = [_difference(found["weights"][name], value) for name, value in expected["weights"].items()]
+    differences["weights"] = max(weights)
+    assert max(differences.values()) <= tolerance, differences
+    return differences
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    scale = expected.double().abs().max().clamp(min=1e-12)
+    return float((found.double() - expected.double()).abs().max() / scale)
