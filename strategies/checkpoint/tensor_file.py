@@ -13,8 +13,9 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,11 +103,13 @@ def write_tensors(
     *,
     metadata: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a whole safetensors file.
 
     Tensors may lie on any device, be non-contiguous or share memory; tied ones are stored once. `aliases` are further
     names, name → name of the stored tensor, for tensors that were taken out before. `metadata` holds text only.
+    With `read` the tensors only tell type and shape, and `read(name)` gives each one when its turn comes.
     Extra memory: none for contiguous tensors on the CPU, else at most 64 MiB. Raises TypeError by the tensor's name.
     """
     if sys.byteorder != "little":
@@ -120,7 +123,8 @@ def write_tensors(
     if complex_names := [name for name in unique if unique[name].is_complex()]:
         notes[COMPLEX] = json.dumps(complex_names)
     file.write([_header(real, order, notes)])
-    file.write(_bytes(piece) for name in order for piece in _pieces(real[name]))
+    content = (real[name] if read is None else _as_real(read(name)) for name in order)
+    file.write(_bytes(piece) for tensor in content for piece in _pieces(tensor))
 
 
 def read_tensors(
@@ -150,6 +154,40 @@ def read_tensors(
         if alias in targets and targets[alias] is not tensors[name]:
             tensors[alias] = targets[alias].detach().copy_(tensors[name])
     return tensors, notes
+
+
+class LazyTensors:
+    """A safetensors file that gives one tensor at a time, each read when it is asked for; it verifies nothing.
+
+    `entries` tells type and shape of each, `aliases` further names: name → name of an entry.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with HashingReader(path, follow=True) as file:
+            stored, notes = read_header(file)
+            self._path, self._start = path, file.position
+            self._places = {entry.name: entry for entry in stored}
+            self._complex = _complex_names(file, notes, self._places)
+            self.aliases = _aliases(file, notes, self._places)
+        self.entries = {name: self._seen(name, entry) for name, entry in self._places.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; raises CheckpointError for a file that ends before it."""
+        entry = self._places[name]
+        raw = torch.empty(entry.shape, dtype=entry.dtype)
+        rest = _bytes(raw)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._start + entry.start)
+            while rest and (count := file.readinto(rest)):
+                rest = rest[count:]
+        if rest:
+            raise CheckpointError(f"{self._path}: ends early, within {name}.")
+        return torch.view_as_complex(raw) if name in self._complex else raw
+
+    def _seen(self, name: str, entry: Entry) -> tuple[torch.dtype, tuple[int, ...]]:
+        if name not in self._complex:
+            return entry.dtype, entry.shape
+        return torch.view_as_complex(torch.empty(2, dtype=entry.dtype)).dtype, entry.shape[:-1]
 
 
 class _Slot:

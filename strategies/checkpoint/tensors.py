@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from . import folders, manifest
@@ -68,6 +69,25 @@ def save_weights(
         target.json(index, {"metadata": {"total_size": data_size(unique.values())}, "weight_map": places})
         names.append(index)
     return names
+
+
+def save_streamed(
+    folder: Path,
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    name: str = "model",
+    max_shard_size: int | str = "10GB",
+) -> list[str]:
+    """Write a folder's weights as `save_weights` does, with one tensor in memory at a time.
+
+    `entries` tells type and shape of each, `read(name)` gives it when it is written, and is asked once for each.
+    `aliases` are further names of tied weights, name → name of an entry.
+    """
+    # An element stands for a whole tensor: it has its shape and takes no memory.
+    outlines = {key: torch.empty((), dtype=dtype).expand(shape) for key, (dtype, shape) in entries.items()}
+    return _PlainFolder(folder, read=read, aliases=aliases).save(outlines, name, max_shard_size)
 
 
 def load_weights(
@@ -153,8 +173,10 @@ class _Foreign:
 class _PlainFolder:
     """A folder that gets files which appear complete, each in one step, and no manifest."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, read: Callable[[str], Tensor] | None = None,
+                 aliases: Mapping[str, str] | None = None) -> None:  # fmt: skip
         self.directory = directory
+        self._read, self._aliases = read, aliases or {}
         self._unfinished: dict[str, Path] = {}
 
     def save(self, state_dict: Mapping[str, Tensor], name: str, max_shard_size: int | str) -> list[str]:
@@ -184,8 +206,9 @@ class _PlainFolder:
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         require_space(self.directory, data_size(tensors.values()), name)
+        own = {alias: first for alias, first in self._aliases.items() if first in tensors}
         with self._new(name) as file:
-            write_tensors(file, tensors, metadata=metadata, aliases=aliases)
+            write_tensors(file, tensors, metadata=metadata, aliases={**own, **(aliases or {})}, read=self._read)
             file.close()
 
     def json(self, name: str, tree: Any) -> None:
@@ -233,7 +256,9 @@ def _size(text: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)?\s*", str(text), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     if size <= 0:
-        raise ValueError(f'Expected a size such as "10GB" or a number of bytes. Received: max_shard_size={text!r}.')
+        raise ValueError(
+            f'Expected a size such as "10GB" or a number of bytes. Received: max_shard_size={text!r}. Correct it.'
+        )
     return size
 
 
