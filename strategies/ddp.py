@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .base import Settings, Strategy
 from .contexts import NOTHING
 from .environment import Placement
+from .launched import ddp_options
 from .precision import Precision
 from .settings import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from .world import TorchWorld, World
@@ -57,6 +58,7 @@ class DDPStrategy(Strategy):
         if settings is not None and options:
             raise ValueError(f"Expected DDP's options once. Received: settings and {sorted(options)}. Give one.")
         self.given = settings is not None or bool(options)
+        self.named = frozenset(options)
         self.settings = settings or DistributedDataParallelKwargs(**options)
         self.sync_batchnorm = sync_batchnorm
         self.process_group_backend = process_group_backend
@@ -76,6 +78,7 @@ class DDPStrategy(Strategy):
 
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
         self._take(settings.get(DistributedDataParallelKwargs))
+        self.settings = ddp_options(self.settings, self.named)
         group = settings.get(InitProcessGroupKwargs, InitProcessGroupKwargs()).to_kwargs()
         backend = _one("backend", self.process_group_backend, group.get("backend"))
         timeout = _one("timeout", self.timeout, group.get("timeout"))

@@ -107,7 +107,7 @@ class Group:
 
     The switches of the engines are `environment.flag("USE_FSDP")`, `USE_DEEPSPEED`, `USE_MEGATRON_LM`,
     `USE_PARALLELISM_CONFIG` and `USE_XLA`; the groups FSDP_, ACCELERATE_DEEPSPEED_, MEGATRON_LM_, PARALLELISM_CONFIG_,
-    ACCELERATE_FP8_, ACCELERATE_DYNAMO_ and ACCELERATE_DDP_. docs/launching.md lists every variable.
+    ACCELERATE_FP8_, ACCELERATE_DYNAMO_ and DRIVETRAIN_DDP_. docs/launching.md lists every variable.
     """
 
     prefix: str
@@ -141,7 +141,8 @@ class Group:
 
     def source(self, name: str) -> str | None:
         """The setting and file (or command line) that a variable is from; None for what nobody has said."""
-        return sources().get(self.variable(name))
+        own = "environment" if self.prefix.startswith("DRIVETRAIN_") and self.text(name) is not None else None
+        return sources().get(self.variable(name), own)
 
     def agreed(self, name: str, argument: Any, launched: Any) -> Any:
         """The argument, or (None) what the launch says; ValueError where somebody has said two different things.

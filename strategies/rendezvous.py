@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from . import environment
+from .launched import process_group
 
 if TYPE_CHECKING:
     from .environment import Placement
@@ -53,8 +54,7 @@ def join(placement: Placement, device: torch.device, *, backend: str | None = No
     """
     if init_method is None:
         init_method = _address(placement)
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
+    backend, timeout = process_group(backend, timeout)
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, rank, size = next(rendezvous(init_method, placement.rank, placement.size, **limit))
     # The elastic agent keeps its store over a restart, where gloo would find the addresses of the ranks that died.

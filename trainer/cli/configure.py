@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from . import launch_file, menu
-from .launch_settings import SETTINGS, Setting, engine_is_here, several
+from .launch_exports import is_here
+from .launch_settings import SETTINGS, Setting, several
 from .sources import UsageError, plain_errors
 
 _ENGINES = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "TPU (XLA)"}
@@ -60,7 +61,7 @@ def questionnaire() -> Answers:
         if asked(answers):
             answers[name] = _ask(_adapted(SETTINGS[name], answers))
     engine = _ENGINES.get(answers.get("distributed_type", ""))
-    if engine and not engine_is_here(engine):
+    if engine and not is_here(engine):
         print(f"\nThe engine {engine} is not part of this version of drivetrain: it is written, and launch refuses it.")
     return answers
 

@@ -15,7 +15,7 @@ BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 STATES = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1, "adam": 2, "adamw": 2}
 """Optimizer → how many numbers it keeps for each parameter."""
 
-STRATEGIES = ("single", "ddp", "fsdp")
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def main(command: str, args: Sequence[str]) -> int:
         model = _model(taken.model, trust=taken.trust_remote_code)
         sizes = count(model)
         print(f"{taken.model}: {sizes.parameters:,} parameters, {sizes.trained:,} of them train.\n")
-        print(table(sizes, taken.dtypes, optimizer=taken.optimizer, processes=taken.num_processes))
+        options = {"optimizer": taken.optimizer, "processes": taken.num_processes, "strategies": taken.strategies}
+        print(table(sizes, taken.dtypes, **options))
         print("\nPer process, without activations, which grow with the batch, and without the framework's own memory.")
     return 0
 
@@ -54,13 +55,20 @@ def count(model: Any) -> Sizes:
     )
 
 
-def table(sizes: Sizes, dtypes: Sequence[str], *, optimizer: str = "adam", processes: int = 2) -> str:
+def table(
+    sizes: Sizes,
+    dtypes: Sequence[str],
+    *,
+    optimizer: str = "adam",
+    processes: int = 2,
+    strategies: Sequence[str] = STRATEGIES,
+) -> str:
     """Return the estimates as a text table, one row for each type."""
     head = ["dtype", "largest layer", "weights"]
-    head += [f"{optimizer}, {name}{'' if name == 'single' else f' × {processes}'}" for name in STRATEGIES]
+    head += [f"{optimizer}, {name}{'' if name == 'single' else f' × {processes}'}" for name in strategies]
     rows = [head]
     for dtype in dtypes:
-        training = [_text(training_bytes(sizes, dtype, optimizer, name, processes)) for name in STRATEGIES]
+        training = [_text(training_bytes(sizes, dtype, optimizer, name, processes)) for name in strategies]
         rows.append([dtype, _text(sizes.largest * BITS[dtype] / 8), _text(weight_bytes(sizes, dtype)), *training])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -75,14 +83,21 @@ def training_bytes(sizes: Sizes, dtype: str, optimizer: str, strategy: str, proc
     """Return the bytes that weights, gradients and optimizer state take in each process; None for whole numbers.
 
     single: weights + gradients + states, all in `dtype`. ddp: the same, and buckets as large as the gradients.
-    fsdp: all of it divided by the processes, and two largest layers gathered.
+    zero1 divides the states by the processes, zero2 the gradients too. fsdp and zero3 divide all of it, and hold two
+    largest layers gathered.
     """
     if dtype.startswith("int"):
         return None
-    kept = weight_bytes(sizes, dtype) + sizes.trained * (1 + STATES[optimizer]) * BITS[dtype] / 8
-    if strategy == "ddp":
-        return kept + sizes.trained * BITS[dtype] / 8
-    return kept if strategy == "single" else kept / processes + 2 * sizes.largest * BITS[dtype] / 8
+    weights, gradients = weight_bytes(sizes, dtype), sizes.trained * BITS[dtype] / 8
+    states, layer = gradients * STATES[optimizer], sizes.largest * BITS[dtype] / 8
+    return {
+        "single": weights + gradients + states,
+        "ddp": weights + 2 * gradients + states,
+        "zero1": weights + gradients + states / processes,
+        "zero2": weights + (gradients + states) / processes,
+        "zero3": (weights + gradients + states) / processes + 2 * layer,
+        "fsdp": (weights + gradients + states) / processes + 2 * layer,
+    }[strategy]
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -90,7 +105,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("model", help="a Hugging Face config.json, a folder with one, or a run's YAML file")
     parser.add_argument("--dtypes", nargs="+", choices=BITS, default=["float32", "float16", "int8", "int4"])
     parser.add_argument("--optimizer", choices=STATES, default="adam")
-    parser.add_argument("--num_processes", "--num-processes", type=int, default=2, help="for ddp and fsdp")
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=2, help="for all but single")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="default: all")
     parser.add_argument("--library_name", "--library-name", choices=("transformers",), default="transformers")
     parser.add_argument("--trust_remote_code", "--trust-remote-code", action="store_true", help="run the folder's code")
     return parser

@@ -1,4 +1,7 @@
-"""`drivetrain launch`: start a script in its processes, through torchrun's elastic agent, mpirun or as it is."""
+"""`drivetrain launch`: start a script in its processes, through torchrun's elastic agent, mpirun or as it is.
+
+Other ways are the commands of other programs (TPU pods, DeepSpeed's launcher) and a job on SageMaker.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,33 @@ import json
 import logging
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...strategies import environment
-from . import document
+from ...strategies.variables import convert_dict_to_env_variables
+from . import document, sagemaker, sagemaker_options
 from .launch_arguments import Launch, page, parse, resolve
-from .launch_commands import mpi_kind, mpirun, tpu_pod
+from .launch_commands import deepspeed, deepspeed_launcher, mpi_kind, mpirun, tpu_pod
+from .launch_exports import check as check_options
+from .launch_exports import exports, is_here, used_engines
 from .launch_file import nested
-from .launch_settings import ABSENT_SWITCHES, SETTINGS, engine_is_here
+from .launch_settings import SETTINGS, SWITCHES
 from .reporting import log_to_stderr
 from .sources import COMMAND_LINE, DEFAULT, UsageError, plain_errors
 
 logger = logging.getLogger(__name__)
 
-SOURCES = "DRIVETRAIN_LAUNCH_SOURCES"
-"""The variable that tells the processes where their settings come from: JSON, variable → "name in file"."""
-
 _RUN = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"  # a program in place of the interpreter
-_ENGINE_OF_TYPE = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "TPU (XLA)",
-                   "TP": "ParallelismConfig"}  # fmt: skip
-_VISIBLE = {"MULTI_XPU": "ZE_AFFINITY_MASK", "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
-            "MULTI_MLU": "MLU_VISIBLE_DEVICES", "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
-            "MULTI_HPU": "HABANA_VISIBLE_MODULES"}  # fmt: skip
+_CALL = {  # a function of a script, or of a module
+    False: "import runpy, sys; name = sys.argv.pop(1); del sys.argv[0]; runpy.run_path(sys.argv[0])[name]()",
+    True: "import importlib, sys; name = sys.argv.pop(1); del sys.argv[0]; "
+          "getattr(importlib.import_module(sys.argv[0]), name)()",
+}  # fmt: skip
 _ALWAYS = (
     "distributed_type", "cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
     "gpu_ids", "num_cpu_threads_per_process", "mixed_precision", "gradient_accumulation_steps", "gradient_clipping",
@@ -51,8 +56,10 @@ def main(command: str, args: Sequence[str]) -> int:
         if "print_config" in taken.switches:
             print(shown(launch), end="")
             return 0
-        refuse_absent_engines(launch)
-        _check_program(launch)
+        check(launch)
+        if "dry_run" in taken.switches:
+            print("\n".join(_commands(launch)))
+            return 0
         log_to_stderr()
         _report_file(launch)
         return start(launch)
@@ -60,12 +67,15 @@ def main(command: str, args: Sequence[str]) -> int:
 
 def complete(launch: Launch) -> Launch:
     """Fill in what follows from the rest: the CPU, the number of processes and their threads."""
+    if sagemaker.is_asked_for(launch):
+        return launch  # the machines over there decide
     if launch.kind == "MULTI_CPU" and not launch["multi_gpu"]:
         launch = launch.with_value("cpu", True, launch.sources["distributed_type"])
     if launch["mpirun_hostfile"]:
         launch = launch.with_value("cpu", True, launch.sources["mpirun_hostfile"])
-    if any(launch.given(name) for name, row in SETTINGS.items() if row.section == "parallelism_config"):
-        launch = launch.with_value("use_parallelism_config", True, launch.sources["use_parallelism_config"])
+    degrees = [name for name, row in SETTINGS.items() if row.section == "parallelism_config" and launch.given(name)]
+    if degrees:
+        launch = launch.with_value("use_parallelism_config", True, launch.sources[degrees[0]])
     if launch["num_processes"] is None:
         count, reason = _count(launch)
         launch = launch.with_value("num_processes", count, f"{DEFAULT}: {reason}")
@@ -79,7 +89,11 @@ def complete(launch: Launch) -> Launch:
 
 def start(launch: Launch) -> int:
     """Start the processes, wait for them and return the exit code; a single process takes this one's place."""
+    if sagemaker.is_asked_for(launch):
+        return sagemaker.submit(launch)
     variables = exports(launch)
+    if deepspeed_launcher(launch) is not None:
+        return _deepspeed(launch, variables)
     if launch["tpu_use_cluster"]:
         print("\n".join(map(shlex.join, tpu_pod(launch, program(launch)))))
         return 0
@@ -109,25 +123,6 @@ def local_processes(launch: Launch) -> int:
     return launch["num_processes"] // launch["num_machines"]
 
 
-def exports(launch: Launch) -> dict[str, str]:
-    """Return the variables by which the processes learn of the settings: Accelerate's names, and where they are from.
-
-    What nobody has set is left to the script. An engine's settings are handed on only to that engine.
-    """
-    engine = used_engine(launch)
-    named = {name: row for name, row in SETTINGS.items() if row.variable and _is_handed_on(launch, name, engine)}
-    variables = {str(row.variable): _as_text(name, launch[name]) for name, row in named.items()}
-    sources = {str(row.variable): f"{name} in {launch.sources[name]}" for name, row in named.items()}
-    if engine is not None:
-        switch = next(name for name, title in ABSENT_SWITCHES.items() if title == engine)
-        variables[f"ACCELERATE_{switch.upper()}"] = "true"
-    if launch["cpu"]:
-        variables["ACCELERATE_USE_CPU"] = "true"
-    elif launch["gpu_ids"] not in (None, "all"):
-        variables[_VISIBLE.get(launch.kind or "", "CUDA_VISIBLE_DEVICES")] = launch["gpu_ids"]
-    return {**variables, SOURCES: json.dumps(sources)}
-
-
 def agent(launch: Launch) -> dict[str, Any]:
     """Return the options of the elastic agent."""
     machines = launch["num_machines"]
@@ -155,51 +150,62 @@ def agent(launch: Launch) -> dict[str, Any]:
     return options
 
 
-def used_engine(launch: Launch) -> str | None:
-    """Return the engine that a switch or the distributed type asks for; --multi_gpu is plain DDP."""
-    for switch, engine in ABSENT_SWITCHES.items():
-        if launch[switch]:
-            return engine
-    return None if launch["multi_gpu"] else _ENGINE_OF_TYPE.get(launch.kind or "")
+def check(launch: Launch) -> None:
+    """Raise UsageError for what cannot be started."""
+    if sagemaker.is_asked_for(launch):
+        return sagemaker_options.check(launch)
+    if launch["aws_access_key_id"]:
+        raise UsageError("Expected AWS's keys for SageMaker. Received: them alone. Set compute_environment in the file.")
+    check_engines(launch)
+    _check_program(launch)
 
 
-def refuse_absent_engines(launch: Launch) -> None:
-    """Raise UsageError for what this version cannot run, by the engine's name."""
-    if launch["compute_environment"] == "AMAZON_SAGEMAKER" or launch["aws_access_key_id"]:
-        received = _who(launch, "compute_environment")
-        raise UsageError(f"Expected this machine. Received: {received}. {_absent('SageMaker')}")
+def check_engines(launch: Launch) -> None:
+    """Raise UsageError for engines that this version does not have, by name, and for options of engines not in use."""
     if launch["tpu_use_cluster"]:
         return
-    engine = used_engine(launch)
-    flags = [name for name in launch.command.given if SETTINGS[name].engine and SETTINGS[name].engine != engine]
-    if flags:
-        raise UsageError(_unused_flag(flags[0]))
-    if engine is not None and not engine_is_here(engine):
-        name = next((one for one in ABSENT_SWITCHES if launch[one]), "distributed_type")
-        raise UsageError(f"Expected an engine that is here. Received: {_who(launch, name)}. {_absent(engine)}")
+    engines = used_engines(launch)
+    for name, row in SETTINGS.items():
+        if row.engine not in (None, "DDP") and row.engine not in engines and name in launch.command.given:
+            raise UsageError(_unused_flag(name, row.engine or ""))
+        if row.engine == "DDP" and engines and launch.given(name):
+            raise UsageError(f"Expected options of DDP with DDP. Received: {launch.shown(name)}, and {engines[0]}.")
+    for engine in engines:
+        if not is_here(engine):
+            name = next((one for one in SWITCHES if SWITCHES[one] == engine and launch[one]), "distributed_type")
+            raise UsageError(f"Expected an engine that is here. Received: {launch.shown(name)}. {_absent(engine)}")
+    check_options(launch)
 
 
 def shown(launch: Launch) -> str:
     """Return what --print-config prints: a launch file with the source of each value, then what would be started."""
-    names = [name for name in SETTINGS if name in _ALWAYS or launch.given(name)]
+    names = [name for name in SETTINGS if name in _ALWAYS or (launch.given(name) and not name.startswith("aws_"))]
     tree = nested({name: launch[name] for name in names})
-    text = document.write(tree, lambda path: launch.sources[{"use_cpu": "cpu"}.get(path[-1], path[-1])])
+    text = document.write(tree, lambda path: launch.sources[_setting(path)])
     file = "none" if launch.file is None else f"{launch.file.path} ({launch.file.why})"
     notes = [f"launch file: {file}"]
-    engine = used_engine(launch)
-    if engine is not None and not engine_is_here(engine):
-        notes.append(_absent(engine))
-    notes += [f"{name}={value}" for name, value in exports(launch).items() if name != SOURCES]
+    notes += [_absent(engine) for engine in used_engines(launch) if not is_here(engine)]
+    notes += [f"{name}={value}" for name, value in exports(launch).items() if name != environment.SOURCES]
     return text + "".join(f"# {note}\n" for note in [*notes, *_commands(launch)])
+
+
+def _setting(path: tuple[Any, ...]) -> str:
+    """Return the setting that a place in a launch file belongs to."""
+    names = [{"use_cpu": "cpu"}.get(part, part) for part in path]
+    return next(name for name in reversed(names) if name in SETTINGS)
 
 
 def _commands(launch: Launch) -> list[str]:
     if not launch.command.program:
         return []
+    if sagemaker.is_asked_for(launch):
+        return json.dumps(sagemaker.dry(launch), indent=2).splitlines()
+    if deepspeed_launcher(launch) is not None:
+        return [shlex.join(deepspeed(launch, local=local_processes(launch)))]
     if launch["tpu_use_cluster"]:
         return [shlex.join(words) for words in tpu_pod(launch, program(launch))]
     if launch["mpirun_hostfile"]:
-        variables = {name: value for name, value in exports(launch).items() if name != SOURCES}
+        variables = {name: value for name, value in exports(launch).items() if name != environment.SOURCES}
         options: dict[str, Any] = {"local": local_processes(launch), "kind": mpi_kind() or "openmpi"}
         return [shlex.join(mpirun(launch, program(launch), variables=variables, **options))]
     count = local_processes(launch)
@@ -212,6 +218,9 @@ def _count(launch: Launch) -> tuple[int, str]:
         return machines, "nothing is distributed"
     if launch["cpu"]:
         return machines, "one per machine on the CPU"
+    if "TPU (XLA)" in used_engines(launch):
+        chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+        return max(1, len(chips)) * machines, f"{len(chips)} TPU chips on this machine"
     if launch["gpu_ids"] not in (None, "all"):
         return len(_ids(launch)) * machines, f"gpu_ids {launch['gpu_ids']}"
     import torch
@@ -228,18 +237,18 @@ def _check_counts(launch: Launch) -> None:
     processes, machines = launch["num_processes"], launch["num_machines"]
     if processes < 1 or machines < 1 or processes % machines:
         raise UsageError(
-            f"Expected processes in all that the machines share evenly. Received: {_who(launch, 'num_processes')}, "
-            f"{_who(launch, 'num_machines')}. Make one a multiple of the other."
+            f"Expected processes in all that the machines share evenly. Received: {launch.shown('num_processes')}, "
+            f"{launch.shown('num_machines')}. Make one a multiple of the other."
         )
     if machines > 1 and not launch["main_process_ip"] and not launch["mpirun_hostfile"]:
         raise UsageError(
-            f"Expected machine 0's address for several machines. Received: {_who(launch, 'num_machines')}, "
+            f"Expected machine 0's address for several machines. Received: {launch.shown('num_machines')}, "
             "main_process_ip=None. Set --main_process_ip (and --machine_rank) on every machine."
         )
     local = local_processes(launch)
     if not launch["cpu"] and launch["gpu_ids"] not in (None, "all") and len(_ids(launch)) < local:
         raise UsageError(
-            f"Expected a GPU for each of {local} processes. Received: {_who(launch, 'gpu_ids')}. Name more, "
+            f"Expected a GPU for each of {local} processes. Received: {launch.shown('gpu_ids')}. Name more, "
             "or start fewer processes."
         )
 
@@ -273,24 +282,22 @@ def _python_arguments(launch: Launch) -> list[str]:
     words = list(launch.command.program)
     if "no_python" in launch.command.switches:
         return ["-c", _RUN, *words]
+    if "TPU (XLA)" in used_engines(launch) and "main_training_function" in launch.command.given:
+        return ["-c", _CALL["module" in launch.command.switches], launch["main_training_function"], *words]
     return ["-m", *words] if "module" in launch.command.switches else words
 
 
-def _is_handed_on(launch: Launch, name: str, engine: str | None) -> bool:
-    row, value = SETTINGS[name], launch[name]
-    if value is None or value == "auto":
-        return False
-    if row.engine is not None:
-        return row.engine == engine
-    if row.section == "fp8_config":
-        return launch["mixed_precision"] == "fp8" and launch.given(name)
-    return launch.given(name) or name == "num_cpu_threads_per_process"
-
-
-def _as_text(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value).upper() if name in ("dynamo_backend", "fp8_backend") else str(value)
+def _deepspeed(launch: Launch, variables: dict[str, str]) -> int:
+    """Let DeepSpeed's own launcher start the processes on all hosts; they get their variables by a file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".env") as told:
+        told.writelines(convert_dict_to_env_variables(variables))
+        told.flush()
+        environ = environment.child_environment({**variables, "DS_ENV_FILE": told.name})
+        words = deepspeed(launch, local=local_processes(launch))
+        try:
+            return subprocess.run(words, env=environ, check=False).returncode
+        except FileNotFoundError:
+            raise UsageError(f"Expected DeepSpeed's launcher. Received: no {words[0]} on the PATH.") from None
 
 
 def _become(words: Sequence[str], variables: dict[str, str]) -> None:
@@ -310,17 +317,12 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
 
 
-def _who(launch: Launch, name: str) -> str:
-    return f"{name}={launch[name]} ({launch.sources[name]})"
-
-
 def _absent(engine: str) -> str:
     return f"The engine {engine} is not part of this version of drivetrain. Use DDP: --multi_gpu, or --cpu."
 
 
-def _unused_flag(name: str) -> str:
-    engine = SETTINGS[name].engine or ""
-    switch = next(one for one, title in ABSENT_SWITCHES.items() if title == engine)
-    if not engine_is_here(engine):
+def _unused_flag(name: str, engine: str) -> str:
+    if not is_here(engine):
         return f"Expected flags of engines that are here. Received: --{name} ({COMMAND_LINE}). {_absent(engine)}"
+    switch = next(one for one, title in SWITCHES.items() if title == engine)
     return f"Expected --{name} together with its engine. Received: it alone. Add --{switch}."

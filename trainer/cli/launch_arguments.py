@@ -16,12 +16,12 @@ _OTHER_FLAGS = {  # flag → (setting, value that it stands for, None: the value
     "tpu_cluster": ("tpu_use_cluster", True), "no_tpu_cluster": ("tpu_use_cluster", False),
     "vm": ("tpu_vm", None), "env": ("tpu_env", None),
 }  # fmt: skip
-_SWITCHES = {"module", "no_python", "quiet", "help", "print_config"}
+_SWITCHES = {"module", "no_python", "quiet", "help", "print_config", "dry_run"}
 _SHORT = {"m": "module", "q": "quiet", "h": "help", "t": "tee"}
 _ELSEWHERE = {"main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT", "machine_rank": "NODE_RANK"}
 _TITLES = {"": "processes and training:", "dynamo_config": "compilation:", "fsdp_config": "FSDP:",
            "deepspeed_config": "DeepSpeed:", "megatron_lm_config": "Megatron-LM:", "parallelism_config": "parallelism:",
-           "fp8_config": "fp8:", "mpirun_config": "MPI:"}  # fmt: skip
+           "fp8_config": "fp8:", "ddp_config": "DDP, and process groups of every engine:", "mpirun_config": "MPI:"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class Launch:
     def given(self, name: str) -> bool:
         """Whether somebody has said it."""
         return not self.sources[name].startswith(DEFAULT)
+
+    def shown(self, name: str) -> str:
+        """Return a value with its source, for messages."""
+        return f"{name}={self[name]} ({self.sources[name]})"
 
     def with_value(self, name: str, value: Any, source: str) -> Launch:
         """Return this launch with another value."""
@@ -102,6 +106,7 @@ def page() -> str:
         "Starts a training script in its processes. Flags stand before the script.", "",
         *_line("--config_file FILE", "launch file (default: drivetrain's own place, else Accelerate's)"),
         *_line("--print-config", "show every resolved value with its source, and stop"),
+        *_line("--dry_run", "show only what would be started: command lines, or SageMaker's request as JSON"),
         *_line("-m, --module", "SCRIPT is a module, as in python -m"),
         *_line("--no_python", "SCRIPT is a program of any kind"),
         *_line("-q, --quiet", "no report about a rank that failed"),

@@ -1,4 +1,4 @@
-"""The command lines of other launchers: MPI's mpirun, and gcloud for TPU pods."""
+"""The command lines of other launchers: MPI's mpirun, DeepSpeed's, and gcloud for TPU pods."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from .launch_arguments import Launch
+from .launch_exports import used_engines
 from .sources import UsageError
 
 
@@ -39,6 +40,33 @@ def mpirun(launch: Launch, program: Sequence[str], *, local: int, variables: Map
     for name, value in sorted(everywhere.items()):
         words += ["-x", f"{name}={value}"] if kind == "openmpi" else ["-genv", name, value]
     return [*words, *program]
+
+
+def deepspeed_launcher(launch: Launch) -> str | None:
+    """Return which of DeepSpeed's own launchers is asked for: pdsh, openmpi, …; None where torchrun's agent does it."""
+    if launch["num_machines"] == 1 or "DeepSpeed" not in used_engines(launch):
+        return None
+    named = launch["deepspeed_multinode_launcher"] or ("pdsh" if launch["deepspeed_hostfile"] else "standard")
+    return None if named == "standard" else str(named)
+
+
+def deepspeed(launch: Launch, *, local: int) -> list[str]:
+    """Return the command by which DeepSpeed's launcher starts the program on all hosts of its hostfile."""
+    name, switches = deepspeed_launcher(launch), launch.command.switches
+    if not launch["deepspeed_hostfile"]:
+        raise UsageError(f"Expected a hostfile for DeepSpeed's launcher {name}. Received: none. Set deepspeed_hostfile.")
+    words = ["deepspeed", "--hostfile", launch["deepspeed_hostfile"]]
+    alone = ["--node_rank", str(launch["machine_rank"]), "--no_ssh"]
+    words += alone if name == "nossh" else ["--no_local_rank", "--launcher", str(name)]
+    if launch["deepspeed_exclusion_filter"]:
+        words += ["--exclude", launch["deepspeed_exclusion_filter"]]
+    elif launch["deepspeed_inclusion_filter"]:
+        words += ["--include", launch["deepspeed_inclusion_filter"]]
+    else:
+        words += ["--num_gpus", str(local)]
+    words += ["--master_addr", launch["main_process_ip"]] if launch["main_process_ip"] else []
+    words += ["--master_port", str(launch["main_process_port"] or 29500)]
+    return [*words, *(f"--{one}" for one in ("module", "no_python") if one in switches), *launch.command.program]
 
 
 def tpu_pod(launch: Launch, program: Sequence[str]) -> list[list[str]]:

@@ -16,10 +16,16 @@ from . import document
 from .launch_settings import SECTIONS, SETTINGS, Setting, nearest, upper
 from .sources import UsageError, default_config
 
-_RENAMED = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "use_cpu": "cpu"}
+_RENAMED = {
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "use_cpu": "cpu",
+    # what Accelerate's questionnaire writes, and its launcher has other names for
+    "fp8_amax_history_length": "fp8_amax_history_len", "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
+    "fp8_optimization_level": "fp8_opt_level",
+}  # fmt: skip
 _GONE = {"ipex_config", "use_xpu", "tp_config", "fp16", "deepspeed_fields_from_accelerate_config", "use_ipex"}
 _PREFIXES = {"fsdp_config": "fsdp_", "megatron_lm_config": "megatron_lm_", "dynamo_config": "dynamo_",
-             "parallelism_config": "parallelism_config_", "fp8_config": "fp8_", "mpirun_config": "mpirun_"}  # fmt: skip
+             "parallelism_config": "parallelism_config_", "fp8_config": "fp8_", "ddp_config": "ddp_",
+             "mpirun_config": "mpirun_"}  # fmt: skip
 _SHARDINGS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _SHARED = ("gradient_accumulation_steps", "gradient_clipping")  # stand in DeepSpeed's section, and count only there
 
@@ -106,7 +112,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     for name, value in flat.items():
         setting = SETTINGS[name]
         place = layout.setdefault(setting.section, {}) if setting.section else layout
-        place["use_cpu" if name == "cpu" else name] = value
+        place["use_cpu" if name == "cpu" else name] = int(value) if name == "fsdp_version" else value
     return layout
 
 
@@ -149,7 +155,9 @@ def _section(section: str, content: Any, source: str) -> dict[str, Any]:
 def _plain(setting: Setting, value: Any) -> Any:
     if setting.name == "fsdp_sharding_strategy":  # a number in older files
         return _SHARDINGS.get(str(value), value)
-    return ",".join(map(str, value)).lower() if isinstance(value, (list, tuple)) and setting.section else value
+    if not isinstance(value, (list, tuple)) or not setting.section:
+        return value
+    return ",".join(str(one).lower() if isinstance(one, bool) else str(one) for one in value)
 
 
 def _known(key: str, known: list[str], source: str, *, where: str = "") -> Setting:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import strategies
 from .sources import UsageError
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -20,6 +19,7 @@ DYNAMO_BACKENDS = (
     "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend",
 )  # fmt: skip
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
 DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
     "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM", "TP",
@@ -75,6 +75,11 @@ def nearest(name: str, known: Any) -> str:
 def words(value: Any) -> str:
     """Read text, where YAML 1.1 may have made a truth value of a word: `no` and `NO` are words here."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def spelled(value: Any) -> str:
+    """Read a word that is often a truth value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def lower(value: Any) -> str:
@@ -178,7 +183,7 @@ _FSDP = (
     _row("fsdp_offload_params", truth, False, "parameters and gradients to the CPU"),
     _row("fsdp_min_num_params", whole, 100_000_000, "for SIZE_BASED_WRAP"),
     _row("fsdp_sharding_strategy", words, "FULL_SHARD", "what is sharded (version 1)"),
-    _row("fsdp_reshard_after_forward", words, "true", "parameters are sharded again after the forward"),
+    _row("fsdp_reshard_after_forward", spelled, "true", "parameters are sharded again after the forward"),
     _row("fsdp_transformer_layer_cls_to_wrap", words, None, "class names of layers, comma-separated"),
     _row("fsdp_backward_prefetch", words, None, "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
     _row("fsdp_state_dict_type", words, None, "FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT"),
@@ -187,8 +192,22 @@ _FSDP = (
     _row("fsdp_cpu_ram_efficient_loading", truth, True, "only the first process loads weights"),
     _row("fsdp_sync_module_states", truth, True, "weights go from the first process to all"),
     _row("fsdp_activation_checkpointing", truth, False, "compute activations again in the backward"),
+    _row("fsdp_activation_checkpointing_offload", truth, False, "and keep what they need on the CPU (version 2)"),
     _row("fsdp_ignored_modules", words, None, "modules to leave out", **_FILE),
 )  # fmt: skip
+_DDP = (
+    _row("ddp_bucket_cap_mb", whole, None, "size of the buckets in which gradients are reduced, in MiB"),
+    _row("ddp_find_unused_parameters", truth, None, "look for parameters that take no part in a loss"),
+    _row("ddp_static_graph", truth, None, "every step has the same graph"),
+    _row("ddp_gradient_as_bucket_view", truth, None, "gradients lie in the buckets"),
+    _row("ddp_broadcast_buffers", truth, None, "buffers go from the first process to all before each step"),
+    _row("ddp_comm_hook", lower, None, "compress gradients", choices=COMM_HOOKS),
+    _row("ddp_comm_wrapper", lower, None, "and send them as", choices=COMM_HOOKS[:3]),
+)  # fmt: skip
+_GROUP = (
+    _row("ddp_backend", lower, None, "how processes communicate, under every engine: gloo, nccl, mpi, …"),
+    _row("ddp_timeout", number, None, "seconds that a collective may wait, under every engine"),
+)
 _DEEPSPEED = (
     _row("deepspeed_config_file", words, None, "DeepSpeed's JSON file"),
     _row("zero_stage", whole, None, "ZeRO's stage"),
@@ -196,8 +215,8 @@ _DEEPSPEED = (
     _row("offload_param_device", words, None, "none, cpu or nvme"),
     _row("offload_optimizer_nvme_path", words, None, "where on nvme"),
     _row("offload_param_nvme_path", words, None, "where on nvme"),
-    _row("zero3_init_flag", words, None, "build models sharded"),
-    _row("zero3_save_16bit_model", words, None, "save whole 16-bit weights"),
+    _row("zero3_init_flag", spelled, None, "build models sharded"),
+    _row("zero3_save_16bit_model", spelled, None, "save whole 16-bit weights"),
     _row("deepspeed_hostfile", words, None, "hosts"),
     _row("deepspeed_exclusion_filter", words, None, "hosts to leave out"),
     _row("deepspeed_inclusion_filter", words, None, "hosts to use"),
@@ -209,13 +228,13 @@ _MEGATRON_KINDS = (
     ("eod_mask_loss", truth, False), ("overlap_cpu_optimizer_d2h_h2d", truth, False), ("no_save_optim", truth, False),
     ("optimizer_cpu_offload", truth, False), ("use_precision_aware_optimizer", truth, False),
     ("decoder_last_pipeline_num_layers", whole, None), ("pp_degree", whole, 1), ("num_micro_batches", whole, None),
-    ("sequence_parallelism", words, None), ("recompute_activations", words, None),
-    ("use_distributed_optimizer", words, None), ("gradient_clipping", number, 1.0),
+    ("sequence_parallelism", spelled, None), ("recompute_activations", spelled, None),
+    ("use_distributed_optimizer", spelled, None), ("gradient_clipping", number, 1.0),
     ("recompute_granularity", words, None), ("recompute_method", words, None), ("recompute_num_layers", whole, None),
-    ("attention_backend", words, None), ("expert_model_parallel_size", whole, None),
+    ("attention_backend", spelled, None), ("expert_model_parallel_size", whole, None),
     ("context_parallel_size", whole, None), ("attention_dropout", number, None), ("hidden_dropout", number, None),
-    ("attention_softmax_in_fp32", words, None), ("expert_tensor_parallel_size", whole, None),
-    ("calculate_per_token_loss", words, None), ("use_rotary_position_embeddings", words, None),
+    ("attention_softmax_in_fp32", spelled, None), ("expert_tensor_parallel_size", whole, None),
+    ("calculate_per_token_loss", spelled, None), ("use_rotary_position_embeddings", spelled, None),
 )  # fmt: skip
 _MEGATRON = tuple(_row(f"megatron_lm_{name}", kind, default) for name, kind, default in _MEGATRON_KINDS)
 _PARALLELISM = (
@@ -243,6 +262,7 @@ _FP8 = (
     _row("fp8_opt_level", upper, "O2", choices=("O1", "O2")),
     _row("fp8_enable_fsdp_float8_all_gather", truth, True),
     _row("fp8_pad_inner_dim", truth, True),
+    _row("fp8_use_mxfp8_block_scaling", truth, False, **_FILE),
 )  # fmt: skip
 _MPI = (
     _row("mpirun_hostfile", words, None, "start by mpirun on these hosts (implies the CPU)"),
@@ -284,8 +304,7 @@ _SAGEMAKER = tuple(
 def _in(section: str, rows: tuple[Setting, ...], prefix: str, engine: str | None = None) -> Iterator[Setting]:
     """Give rows their section and the variables by which Accelerate hands them on."""
     for row in rows:
-        variable = f"{prefix}{row.name.upper()}" if prefix is not None else None
-        yield replace(row, section=section, variable=row.variable or variable, engine=engine)
+        yield replace(row, section=section, variable=row.variable or f"{prefix}{row.name.upper()}", engine=engine)
 
 
 _OWN_VARIABLES = {
@@ -294,9 +313,12 @@ _OWN_VARIABLES = {
     "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
     "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-}
+    "deepspeed_hostfile": None, "deepspeed_exclusion_filter": None, "deepspeed_inclusion_filter": None,
+    "deepspeed_multinode_launcher": None,  # words for DeepSpeed's own launcher
+}  # fmt: skip
 _ALL = (
     *_PROCESSES, *_TRAINING, *_ENGINES, *_in("dynamo_config", _DYNAMO, "ACCELERATE_"),
+    *_in("ddp_config", _DDP, "DRIVETRAIN_", "DDP"), *_in("ddp_config", _GROUP, "DRIVETRAIN_"),
     *_in("fsdp_config", _FSDP, "", "FSDP"), *_in("deepspeed_config", _DEEPSPEED, "ACCELERATE_DEEPSPEED_", "DeepSpeed"),
     *_in("megatron_lm_config", _MEGATRON, "", "Megatron-LM"),
     *_in("parallelism_config", _PARALLELISM, "", "ParallelismConfig"),
@@ -307,13 +329,6 @@ SETTINGS = {row.name: replace(row, variable=_OWN_VARIABLES.get(row.name, row.var
 """Every setting by its name."""
 
 SECTIONS = {row.section for row in SETTINGS.values() if row.section}
-ABSENT_SWITCHES = {"use_deepspeed": "DeepSpeed", "use_fsdp": "FSDP",
-                   "use_megatron_lm": "Megatron-LM", "use_parallelism_config": "ParallelismConfig",
-                   "tpu": "TPU (XLA)"}  # fmt: skip
-_REGISTERED = {"DeepSpeed": "deepspeed", "FSDP": "fsdp", "Megatron-LM": "megatron", "TPU (XLA)": "xla",
-               "ParallelismConfig": "tensor_parallel"}  # fmt: skip
-
-
-def engine_is_here(engine: str) -> bool:
-    """Whether this version of drivetrain has a strategy for that engine."""
-    return _REGISTERED.get(engine) in strategies.registry()
+SWITCHES = {"use_deepspeed": "DeepSpeed", "use_fsdp": "FSDP", "use_megatron_lm": "Megatron-LM", "tpu": "TPU (XLA)",
+            "use_parallelism_config": "ParallelismConfig"}  # fmt: skip
+"""The switches that ask for an engine, and that engine's name."""

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .launch import complete, refuse_absent_engines, start
+from .launch import check_engines, complete, start
 from .launch_arguments import parse, resolve
 from .reporting import log_to_stderr
 from .sources import plain_errors
@@ -31,7 +31,7 @@ def main(command: str, args: Sequence[str]) -> int:
         launch = complete(launch)
         if not asked and launch["num_processes"] == 1:
             launch = complete(launch.with_value("cpu", True, prog).with_value("num_processes", 2, prog))
-        refuse_absent_engines(launch)
+        check_engines(launch)
         log_to_stderr()
         print(f"Processes to check: {launch['num_processes']}, machines: {launch['num_machines']}.", flush=True)
         return start(launch)

@@ -44,7 +44,9 @@ def converted(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         raise UsageError(
             "Expected a state dict that version 2 has. Received: LOCAL_STATE_DICT. Choose SHARDED_STATE_DICT."
         )
-    strategy = str(old.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    # Accelerate's questionnaire writes the strategy's word for version 1 under the newer key
+    word = old.get("fsdp_sharding_strategy") or old.get("fsdp_reshard_after_forward")
+    strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(str(word).upper(), str(word or "FULL_SHARD").upper())
     if strategy not in _RESHARD:
         raise UsageError(f"Expected a strategy that shards. Received: {strategy}. Use MULTI_GPU, which is DDP.")
     new = {name: value for name, value in values.items() if name not in {*_DROPPED, "fsdp_sharding_strategy"}}

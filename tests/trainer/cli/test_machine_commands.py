@@ -63,6 +63,9 @@ SIZES = estimate.Sizes(parameters=1000, trained=800, buffers=24, largest=100)
         ("float16", "sgd-momentum", "single", 1, 2 * 1024 + 2 * 800 * 2),
         ("float32", "adam", "ddp", 2, 4 * 1024 + 4 * 800 * 4),
         ("float32", "adamw", "fsdp", 4, (4 * 1024 + 4 * 800 * 3) / 4 + 2 * 4 * 100),
+        ("bfloat16", "adam", "zero1", 4, 2 * 1024 + 2 * 800 + 2 * 800 * 2 / 4),
+        ("float32", "adam", "zero2", 4, 4 * 1024 + 4 * 800 * 3 / 4),
+        ("float32", "adam", "zero3", 4, (4 * 1024 + 4 * 800 * 3) / 4 + 2 * 4 * 100),
         ("int8", "adam", "single", 1, None),
     ],
 )
@@ -88,6 +91,13 @@ def test_memory_of_a_train_module_in_a_run_file(home, capsys):
     assert shown.splitlines()[2].split("  ")[0] == "dtype" and "sgd, ddp × 2" in shown
     assert "float32  3.73 GiB       3.73 GiB    7.45 GiB     11.18 GiB     11.18 GiB" in shown
     assert "int4     476.84 MiB     476.84 MiB  -" in shown
+
+
+def test_strategies_are_chosen(home, capsys):
+    home.write("small.yaml", "{model: {class_path: nets.Net}}")
+    assert main(["estimate-memory", "small.yaml", "--dtypes", "float32", "--strategies", "zero2", "--num_processes", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "float32  20 B           20 B     32 B\n" in shown and "adam, zero2 × 5\n" in shown and "ddp" not in shown
 
 
 def test_memory_of_a_hugging_face_config(home, capsys):
@@ -120,7 +130,7 @@ def test_fsdp_1_becomes_2(home, capsys):
     assert main(["to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml"]) == 0
     assert document.read((home.path / "two.yaml").read_text()) == {
         "distributed_type": "FSDP", "num_processes": 2,
-        "fsdp_config": {"fsdp_version": "2", "fsdp_reshard_after_forward": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
                         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     }  # fmt: skip
     shown = capsys.readouterr().out
@@ -129,6 +139,9 @@ def test_fsdp_1_becomes_2(home, capsys):
     assert "Add --overwrite." in failed(capsys, "to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml")
     assert "Write --output_file" in failed(capsys, "to-fsdp2", "--config_file", "one.yaml")
     assert "for version 2" in failed(capsys, "to-fsdp2", "--config_file", "two.yaml", "--overwrite")
+    home.write("asked.yaml", FSDP1.replace("fsdp_sharding_strategy", "fsdp_reshard_after_forward"))  # by Accelerate's questionnaire
+    assert main(["to-fsdp2", "--config_file", "asked.yaml", "--overwrite"]) == 0
+    assert document.read((home.path / "asked.yaml").read_text())["fsdp_config"]["fsdp_reshard_after_forward"] is False
     home.write("ddp.yaml", FSDP1.replace("SHARD_GRAD_OP", "NO_SHARD"))
     assert "a strategy that shards" in failed(capsys, "to-fsdp2", "--config_file", "ddp.yaml", "--overwrite")
 
