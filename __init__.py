@@ -297,6 +297,7 @@ _EXPORTS: dict[str, str] = {
     "TensorParallelStrategy": "strategies.parallel",
     "ContextParallelStrategy": "strategies.parallel",
     "SequenceParallelStrategy": "strategies.parallel",
+    "PipelineStrategy": "strategies.pipeline",
     "MegatronLMPlugin": "strategies.settings",
     "AORecipeKwargs": "strategies.fp8_recipes",
     "TERecipeKwargs": "strategies.fp8_recipes",
@@ -578,6 +579,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.parallel import TensorParallelStrategy as TensorParallelStrategy
     from .strategies.parallel import ContextParallelStrategy as ContextParallelStrategy
     from .strategies.parallel import SequenceParallelStrategy as SequenceParallelStrategy
+    from .strategies.pipeline import PipelineStrategy as PipelineStrategy
     from .strategies.settings import MegatronLMPlugin as MegatronLMPlugin
     from .strategies.fp8_recipes import AORecipeKwargs as AORecipeKwargs
     from .strategies.fp8_recipes import TERecipeKwargs as TERecipeKwargs

@@ -22,13 +22,14 @@ _MODULES = {
     "SingleDeviceStrategy": "base", "DDPStrategy": "ddp",
     "FSDPStrategy": "fsdp", "FSDP1Strategy": "fsdp1", "DeepSpeedStrategy": "deepspeed",
     "TensorParallelStrategy": "parallel",
-    "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel",
+    "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel", "PipelineStrategy": "pipeline",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 _WORDS = {
     "tp": "TensorParallelStrategy", "tensor_parallel": "TensorParallelStrategy",
     "cp": "ContextParallelStrategy", "context_parallel": "ContextParallelStrategy",
     "sp": "SequenceParallelStrategy", "ulysses": "SequenceParallelStrategy",
+    "pp": "PipelineStrategy", "pipeline": "PipelineStrategy",
 }  # fmt: skip
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
 _LATER = ("pipeline", "xla", "megatron")

@@ -37,6 +37,10 @@ def engine_for(parallelism: ParallelismConfig, plugin: Any = None) -> Strategy:
             "one. Pass a DeepSpeedPlugin, or sp_backend='torch'."
         )
     active = tuple(parallelism.active_mesh_dims)
+    if "pp" in active:
+        from .pipeline import PipelineStrategy
+
+        return PipelineStrategy(parallelism=parallelism)
     if plugin is not None or parallelism.dp_shard_enabled:
         return _sharding_engine(parallelism, plugin, active)
     kinds = {("tp",): TensorParallelStrategy, ("cp",): ContextParallelStrategy, ("sp",): SequenceParallelStrategy}
