@@ -53,9 +53,31 @@ _EXPORTS: dict[str, str] = {
     "GeneralTracker": "callbacks.tracking.base",
     "JSONLinesTracker": "callbacks.tracking.jsonl",
     "TensorBoardTracker": "callbacks.tracking.tensorboard",
+    "AimTracker": "callbacks.tracking.aim",
+    "ClearMLTracker": "callbacks.tracking.clearml",
+    "CometMLTracker": "callbacks.tracking.comet",
+    "DVCLiveTracker": "callbacks.tracking.dvclive",
+    "MLflowTracker": "callbacks.tracking.mlflow",
+    "SwanLabTracker": "callbacks.tracking.swanlab",
+    "TrackioTracker": "callbacks.tracking.trackio",
+    "WandBTracker": "callbacks.tracking.wandb",
     "register_tracker_class": "callbacks.tracking.base",
     # Strategies
+    "DeepSpeedStrategy": "strategies.deepspeed",
+    "DeepSpeedPlugin": "strategies.deepspeed_plugin",
+    "HfDeepSpeedConfig": "strategies.deepspeed_config",
+    "DummyOptim": "strategies.deepspeed_optimizer",
+    "DummyScheduler": "strategies.deepspeed_optimizer",
+    "DeepSpeedEngineWrapper": "strategies.deepspeed_engine",
+    "DeepSpeedOptimizerWrapper": "strategies.deepspeed_optimizer",
+    "DeepSpeedSchedulerWrapper": "strategies.deepspeed_optimizer",
+    "map_pytorch_optim_to_deepspeed": "strategies.deepspeed_optimizer",
+    "GatheredParameters": "strategies.deepspeed_access",
+    "get_active_deepspeed_plugin": "strategies.deepspeed_access",
+    "compile_regions_deepspeed": "strategies.deepspeed_access",
     "DDPStrategy": "strategies.ddp",
+    "FSDPStrategy": "strategies.fsdp",
+    "FSDP1Strategy": "strategies.fsdp1",
     "SingleDeviceStrategy": "strategies.base",
     "Strategy": "strategies.base",
     # Settings
@@ -280,13 +302,19 @@ _EXPORTS: dict[str, str] = {
     "get_max_memory": "strategies.refusals",
     "get_max_layer_size": "strategies.refusals",
     "clean_device_map": "strategies.refusals",
-    "save_fsdp_model": "strategies.refusals",
-    "load_fsdp_model": "strategies.refusals",
-    "save_fsdp_optimizer": "strategies.refusals",
-    "load_fsdp_optimizer": "strategies.refusals",
+    "save_fsdp_model": "strategies.fsdp_functions",
+    "load_fsdp_model": "strategies.fsdp_functions",
+    "save_fsdp_optimizer": "strategies.fsdp_functions",
+    "load_fsdp_optimizer": "strategies.fsdp_functions",
+    "merge_fsdp_weights": "strategies.fsdp_functions",
+    "enable_fsdp_ram_efficient_loading": "strategies.fsdp_functions",
+    "disable_fsdp_ram_efficient_loading": "strategies.fsdp_functions",
+    "fsdp2_load_full_state_dict": "strategies.fsdp_functions",
+    "fsdp2_switch_optimizer_parameters": "strategies.fsdp_functions",
+    "fsdp2_canonicalize_names": "strategies.fsdp_functions",
+    "fsdp2_prepare_auto_wrap_policy": "strategies.fsdp_functions",
     # Engines
-    "DeepSpeedPlugin": "strategies.settings",
-    "FullyShardedDataParallelPlugin": "strategies.settings",
+    "FullyShardedDataParallelPlugin": "strategies.fsdp_plugin",
     "ParallelismConfig": "strategies.mesh",
     "TorchTensorParallelConfig": "strategies.parallel_options",
     "TorchTensorParallelPlugin": "strategies.parallel_options",
@@ -346,11 +374,33 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.tracking.csv import CSVTracker as CSVTracker
     from .callbacks.tracking.jsonl import JSONLinesTracker as JSONLinesTracker
     from .callbacks.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
+    from .callbacks.tracking.aim import AimTracker as AimTracker
+    from .callbacks.tracking.clearml import ClearMLTracker as ClearMLTracker
+    from .callbacks.tracking.comet import CometMLTracker as CometMLTracker
+    from .callbacks.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
+    from .callbacks.tracking.mlflow import MLflowTracker as MLflowTracker
+    from .callbacks.tracking.swanlab import SwanLabTracker as SwanLabTracker
+    from .callbacks.tracking.trackio import TrackioTracker as TrackioTracker
+    from .callbacks.tracking.wandb import WandBTracker as WandBTracker
     from .strategies.base import SingleDeviceStrategy as SingleDeviceStrategy
     from .strategies.base import Strategy as Strategy
     from .strategies.data.preparing import prepare_data_loader as prepare_data_loader
     from .strategies.data.loader import skip_first_batches as skip_first_batches
+    from .strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from .strategies.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from .strategies.deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from .strategies.deepspeed_optimizer import DummyOptim as DummyOptim
+    from .strategies.deepspeed_optimizer import DummyScheduler as DummyScheduler
+    from .strategies.deepspeed_engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+    from .strategies.deepspeed_optimizer import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+    from .strategies.deepspeed_optimizer import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+    from .strategies.deepspeed_optimizer import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+    from .strategies.deepspeed_access import GatheredParameters as GatheredParameters
+    from .strategies.deepspeed_access import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+    from .strategies.deepspeed_access import compile_regions_deepspeed as compile_regions_deepspeed
     from .strategies.ddp import DDPStrategy as DDPStrategy
+    from .strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from .strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from .strategies.gradients import GradientState as GradientState
     from .strategies.random import set_seed as set_seed
     from .strategies.settings import AutocastKwargs as AutocastKwargs
@@ -563,12 +613,18 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.refusals import get_max_memory as get_max_memory
     from .strategies.refusals import get_max_layer_size as get_max_layer_size
     from .strategies.refusals import clean_device_map as clean_device_map
-    from .strategies.refusals import save_fsdp_model as save_fsdp_model
-    from .strategies.refusals import load_fsdp_model as load_fsdp_model
-    from .strategies.refusals import save_fsdp_optimizer as save_fsdp_optimizer
-    from .strategies.refusals import load_fsdp_optimizer as load_fsdp_optimizer
-    from .strategies.settings import DeepSpeedPlugin as DeepSpeedPlugin
-    from .strategies.settings import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from .strategies.fsdp_functions import save_fsdp_model as save_fsdp_model
+    from .strategies.fsdp_functions import load_fsdp_model as load_fsdp_model
+    from .strategies.fsdp_functions import save_fsdp_optimizer as save_fsdp_optimizer
+    from .strategies.fsdp_functions import load_fsdp_optimizer as load_fsdp_optimizer
+    from .strategies.fsdp_functions import merge_fsdp_weights as merge_fsdp_weights
+    from .strategies.fsdp_functions import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+    from .strategies.fsdp_functions import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+    from .strategies.fsdp_functions import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+    from .strategies.fsdp_functions import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+    from .strategies.fsdp_functions import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+    from .strategies.fsdp_functions import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+    from .strategies.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from .strategies.mesh import ParallelismConfig as ParallelismConfig
     from .strategies.parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
     from .strategies.parallel_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin

@@ -10,7 +10,6 @@ from typing import Any
 from .settings import not_in_this_version
 
 _DEVICE_MAP = "one device a process, and strategies that shard (device_map=None)"
-_STATE = "Accelerator.save_state and Accelerator.load_state"
 
 
 class AlignDevicesHook:
@@ -63,23 +62,3 @@ def get_max_layer_size(*args: Any, **kwargs: Any) -> Any:
 def clean_device_map(*args: Any, **kwargs: Any) -> Any:
     """Not part of drivetrain: raises NotImplementedError."""
     raise not_in_this_version("clean_device_map", _DEVICE_MAP)
-
-
-def save_fsdp_model(*args: Any, **kwargs: Any) -> Any:
-    """Not part of drivetrain, whose checkpoints are of one format: raises NotImplementedError."""
-    raise not_in_this_version("save_fsdp_model", _STATE)
-
-
-def load_fsdp_model(*args: Any, **kwargs: Any) -> Any:
-    """Not part of drivetrain: raises NotImplementedError."""
-    raise not_in_this_version("load_fsdp_model", _STATE)
-
-
-def save_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
-    """Not part of drivetrain: raises NotImplementedError."""
-    raise not_in_this_version("save_fsdp_optimizer", _STATE)
-
-
-def load_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
-    """Not part of drivetrain: raises NotImplementedError."""
-    raise not_in_this_version("load_fsdp_optimizer", _STATE)

@@ -438,8 +438,6 @@ def check_num_steps(num_steps: int) -> int:
 
 
 _INSTEAD = {
-    "DeepSpeedPlugin": ("DeepSpeed", 'strategy="ddp"'),
-    "FullyShardedDataParallelPlugin": ("FSDP", 'strategy="ddp"'),
     "MegatronLMPlugin": ("Megatron-LM", 'strategy="ddp"'),
 }
 
@@ -454,14 +452,6 @@ def not_in_this_version(name: str, instead: str = 'strategy="ddp"') -> NotImplem
 class _Absent(KwargsHandler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise not_in_this_version(type(self).__name__)
-
-
-class DeepSpeedPlugin(_Absent):
-    """DeepSpeed's settings: not part of this version."""
-
-
-class FullyShardedDataParallelPlugin(_Absent):
-    """FSDP's settings: not part of this version."""
 
 
 class MegatronLMPlugin(_Absent):
