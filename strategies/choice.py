@@ -32,7 +32,7 @@ _WORDS = {
     "pp": "PipelineStrategy", "pipeline": "PipelineStrategy",
 }  # fmt: skip
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
-_LATER = ("pipeline", "xla", "megatron")
+_LATER = ("xla", "megatron")
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
 _LAUNCHED: dict[str, tuple[str, str]] = {
     "USE_FSDP": ("fsdp_plugin", "FullyShardedDataParallelPlugin"),
