@@ -179,9 +179,20 @@ _BUILT_IN = {
     "aim": _Known("aim", "AimTracker", "aim", "aim"),
     "dvclive": _Known("dvclive", "DVCLiveTracker", "dvclive", "dvclive"),
     "swanlab": _Known("swanlab", "SwanLabTracker", "swanlab", "swanlab"),
-    "clearml": _Known("clearml", "ClearMLTracker", "clearml", "clearml"),
 }
+NO_CLEARML = (
+    "Expected a tracker that drivetrain has. Received: ClearML, for which it has none. Derive a class from "
+    "GeneralTracker that calls clearml.Task, or let `clearml.Task.init` take what TensorBoardTracker writes."
+)
 _REGISTERED: dict[str, type[GeneralTracker]] = {}
+
+
+def needed(package: str) -> Any:
+    """Return a tracker's package, imported now; raises ModuleNotFoundError naming what to install."""
+    for name, known in _BUILT_IN.items():
+        if known.package == package and not _installed(known):
+            raise ModuleNotFoundError(_missing(name, known), name=package)
+    return importlib.import_module(package)
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
@@ -212,15 +223,12 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     if name in _REGISTERED:
         return _REGISTERED[name]
     known = _BUILT_IN.get(name)
+    if name == "clearml":
+        raise NotImplementedError(NO_CLEARML)
     if known is None:
         raise ValueError(_unknown(name))
     if not _installed(known):
-        what = f"drivetrain[{known.extra}]" if known.extra else str(known.package)
-        raise ModuleNotFoundError(
-            f"Expected the package {known.package} for log_with={name!r}. Received: it is not installed. "
-            f"Do: pip install '{what}'",
-            name=known.package,
-        )
+        raise ModuleNotFoundError(_missing(name, known), name=known.package)
     return getattr(importlib.import_module(f".{known.module}", __package__), known.class_name)
 
 
@@ -272,6 +280,14 @@ def _installed(known: _Known) -> bool:
         return True
     found = importlib.util.find_spec(known.package)
     return found is not None and found.origin is not None  # a folder "wandb" of runs is no package
+
+
+def _missing(name: str, known: _Known) -> str:
+    what = f"drivetrain[{known.extra}]" if known.extra else str(known.package)
+    return (
+        f"Expected the package {known.package} for log_with={name!r}. Received: it is not installed. "
+        f"Do: pip install '{what}'"
+    )
 
 
 def _unknown(name: str) -> str:

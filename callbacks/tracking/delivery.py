@@ -139,7 +139,8 @@ class Delivery:
         except BaseException as error:
             self._failed(batch[0].call, error)
             self._refusals += 1
-            self._down = self._refusals >= GIVE_UP_AFTER
+            matters = batch[0].call == "log" or isinstance(error, OSError)  # not: it cannot take a file or a picture
+            self._down = self._down or (self._refusals >= GIVE_UP_AFTER and matters)
             self._retry_later()
             return True
         self._refusals = 0

@@ -30,7 +30,8 @@ def log_graph(trackers: Sequence[QueuedTracker], module: Any) -> None:
     try:
         graph = drawn_graph(module, example)
     except Exception as error:
-        warnings.warn(f"The graph of {type(module).__name__} could not be drawn: {error}. The run goes on.", stacklevel=2)
+        name = type(module).__name__
+        warnings.warn(f"The graph of {name} could not be drawn: {error}. The run goes on.", stacklevel=2)
         return
     for tracker in takers:
         tracker.log_graph(graph)

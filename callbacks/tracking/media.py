@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import GifImagePlugin, Image, PngImagePlugin  # the latter here, not by a thread that shall write a file
 
 from .values import array_of, drawn
 
@@ -39,12 +39,12 @@ def pictures(value: Any, dataformats: str | None = None) -> list[np.ndarray]:
 def png(picture: np.ndarray) -> bytes:
     """Return an image of `pictures` as a PNG file."""
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
+    Image.fromarray(picture).save(buffer, PngImagePlugin.PngImageFile.format)
     return buffer.getvalue()
 
 
 def samples(value: Any) -> np.ndarray:
-    """Return sound as float32 samples from -1 to 1: (samples,) or (samples, channels); (channels, samples) is turned."""
+    """Return sound as float32 samples from -1 to 1: (samples,) or (samples, channels), however it was given."""
     array = array_of(value) if array_of(value) is not None else np.asarray(value)
     if array.dtype.kind in "iu":
         array = array / float(np.iinfo(array.dtype).max)
@@ -69,7 +69,8 @@ def frames(value: Any) -> np.ndarray:
     """Return video as uint8 (time, height, width, 3); (time, channels, height, width) is turned."""
     array = array_of(value)
     if array is None or array.ndim != 4:
-        raise ValueError(f"Expected a video (time, channels, height, width). Received: {getattr(array, 'shape', value)}.")
+        shape = getattr(array, "shape", value)
+        raise ValueError(f"Expected a video (time, channels, height, width). Received: {shape}.")
     return np.stack([image if image.ndim == 3 else np.stack([image] * 3, axis=2) for image in pictures(array)])
 
 
@@ -77,7 +78,8 @@ def gif(value: Any, fps: float) -> bytes:
     """Return video as an animated GIF."""
     first, *rest = (Image.fromarray(frame[..., :3]) for frame in frames(value))
     buffer = io.BytesIO()
-    first.save(buffer, "GIF", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0)
+    options = {"save_all": True, "append_images": rest, "duration": round(1000 / fps), "loop": 0}
+    first.save(buffer, GifImagePlugin.GifImageFile.format, **options)
     return buffer.getvalue()
 
 

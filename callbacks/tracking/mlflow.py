@@ -15,17 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import numpy as np
-from mlflow import MlflowClient
-from mlflow.entities import Experiment, Metric, Param, Run, RunTag
-from mlflow.exceptions import MlflowException
-from mlflow.tracking.context.registry import resolve_tags
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
 from ...strategies.environment import live
 from . import media
-from .base import GeneralTracker, Row, on_main_process
+from .base import GeneralTracker, Row, needed, on_main_process
 from .values import flatten, plain, settle
 
 LONGEST_PARAMETER = 6000
@@ -62,13 +56,15 @@ class MLflowTracker(GeneralTracker):
         tracking_uri: str | None = None,
     ) -> None:
         super().__init__()
+        self._mlflow = mlflow = needed("mlflow")
+        self._entities = mlflow.entities
         self.experiment_name, self.logging_dir, self.run_name = experiment_name, logging_dir, run_name
         self.run_id = run_id or live().get("MLFLOW_RUN_ID") or None
         self.tags = dict(json.loads(tags) if isinstance(tags, str) else tags or {})
         if description is not None:
-            self.tags[MLFLOW_RUN_NOTE] = description
+            self.tags["mlflow.note.content"] = description
         if nested_run and (parent := mlflow.active_run()) is not None:
-            self.tags[MLFLOW_PARENT_RUN_ID] = parent.info.run_id
+            self.tags["mlflow.parentRunId"] = parent.info.run_id
         for variable, value in _PATIENCE.items():  # here: no other thread may change the environment
             live().setdefault(variable, value)
         self.tracking_uri = tracking_uri or mlflow.get_tracking_uri()
@@ -77,18 +73,19 @@ class MLflowTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Open the run, or a new one."""
-        self.client = MlflowClient(tracking_uri=self.tracking_uri)
+        self.client = self._mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is not None:
             self.client.update_run(self.run_id, status="RUNNING")
             self.run = self.client.get_run(self.run_id)
             return
-        tags = {name: str(value) for name, value in resolve_tags(self.tags).items()}
+        known = self._mlflow.tracking.context.registry.resolve_tags(self.tags)
+        tags = {name: str(value) for name, value in known.items()}
         name = self.run_name or self.title
         self.run = self.client.create_run(self._experiment(), tags=tags, run_name=name)
         self.run_id = self.run.info.run_id
 
     @property
-    def tracker(self) -> Run:
+    def tracker(self) -> Any:
         """The run."""
         return self.run
 
@@ -98,16 +95,17 @@ class MLflowTracker(GeneralTracker):
         values = plain(values)
         has = self.client.get_run(self._id).data.params
         flat = {_name(name): str(value)[:LONGEST_PARAMETER] for name, value in flatten(values).items()}
-        self._in_parts([Param(name, value) for name, value in flat.items() if name not in has], "params")
+        self._in_parts([self._entities.Param(name, value) for name, value in flat.items() if name not in has], "params")
         changed = {name: value for name, value in flat.items() if has.get(name, value) != value}
-        self._in_parts([RunTag(f"changed.{name}", value) for name, value in changed.items()], "tags")
+        self._in_parts([self._entities.RunTag(f"changed.{name}", value) for name, value in changed.items()], "tags")
         self.client.log_dict(self._id, values, "config.json")
 
     @on_main_process
     def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
         """Store it as tags "provenance.…", long values only as the files, which are artifacts."""
         flat = {f"provenance.{_name(name)}": str(value) for name, value in flatten(plain(values)).items()}
-        self._in_parts([RunTag(name, value) for name, value in flat.items() if len(value) <= 5000], "tags")
+        short = {name: value for name, value in flat.items() if len(value) <= 5000}
+        self._in_parts([self._entities.RunTag(name, value) for name, value in short.items()], "tags")
         for path in files:
             self.client.log_artifact(self._id, str(path), "provenance")
 
@@ -215,13 +213,13 @@ class MLflowTracker(GeneralTracker):
     def _experiment(self) -> str:
         """Return the id of the experiment, made where there is none."""
         name = live().get("MLFLOW_EXPERIMENT_NAME") or self.experiment_name or "Default"
-        found: Experiment | None = self.client.get_experiment_by_name(name)
+        found = self.client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
         place = None if self.logging_dir is None else Path(self.logging_dir).absolute().as_uri()
         try:
             return str(self.client.create_experiment(name, artifact_location=place))
-        except MlflowException:  # another process was quicker
+        except self._mlflow.exceptions.MlflowException:  # another process was quicker
             found = self.client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -232,7 +230,7 @@ class MLflowTracker(GeneralTracker):
         for values, step, at in rows:
             for name, value in flatten(settle(values)).items():
                 if isinstance(value, (bool, int, float)):
-                    metrics.append(Metric(_name(name), float(value), int(at * 1000), int(step or 0)))
+                    metrics.append(self._entities.Metric(_name(name), float(value), int(at * 1000), int(step or 0)))
                 elif value is not None:
                     texts.append((f"text/{_name(name)}/{int(step or 0):08d}.txt", str(value)))
         self._in_parts(metrics, "metrics")

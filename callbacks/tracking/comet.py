@@ -1,0 +1,204 @@
+"""Tracking with Comet: online, or with `online=False` into archives that `comet upload` uploads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...strategies.environment import live
+from . import media
+from .base import GeneralTracker, needed, on_main_process
+from .values import array_of, flatten, plain, settle
+
+_QUIET = {
+    "log_code": False, "log_git_metadata": False, "log_git_patch": False, "log_env_details": False,
+    "auto_output_logging": False, "auto_metric_logging": False, "auto_param_logging": False, "parse_args": False,
+    "display_summary_level": 0,
+}  # fmt: skip
+
+
+class CometMLTracker(GeneralTracker):
+    """Tracks into a Comet experiment; the native object is its `comet_ml.CometExperiment`.
+
+    `run_name` is the project, `kwargs` are those of `comet_ml.start`. Comet's own logging of everything is off, unless
+    the program has imported `comet_ml` before torch or an `experiment_config` says otherwise. Nested values get names
+    like "a/b". A run that goes on does so under its own key; offline, each part is an archive of its own.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+    survives_kill = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        if "comet_ml" not in sys.modules:  # it reads this when it is imported
+            live().setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        self.run_name = run_name
+        self._comet, self._options = needed("comet_ml"), kwargs
+        self._before: dict[str, set[int]] | None = None  # steps that earlier parts of the run have, by name
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the experiment."""
+        options = {"project_name": self.run_name, **self._options}
+        place = {}
+        if self.folder is not None:
+            place["offline_directory"] = str(self.folder / "comet")
+            if self._options.get("online") is False:
+                (self.folder / "comet").mkdir(parents=True, exist_ok=True)
+        options.setdefault("experiment_config", self._comet.ExperimentConfig(**_QUIET, **place, name=self.title))
+        if self.run_id is not None:
+            options.update(experiment_key=self.run_id, mode="get")
+        self.experiment = self._comet.start(**options)
+        self.run_id = self.experiment.get_key()
+        self.experiment.log_other("Created from", "drivetrain")
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment."""
+        return self.experiment
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters by names like "a/b/0"."""
+        self.experiment.log_parameters(flatten(plain(values)))
+
+    @on_main_process
+    def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
+        """Store it as values "provenance/…", and its files."""
+        for name, value in flatten({"provenance": plain(values)}).items():
+            self.experiment.log_other(name, value)
+        for path in files:
+            self.experiment.log_asset(str(path), file_name=f"provenance/{Path(path).name}", copy_to_tmp=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics, text as text; options are those of `log_metrics`."""
+        numbers = {}
+        for name, value in flatten(settle(values)).items():
+            if isinstance(value, (bool, int, float)):
+                numbers[name] = value
+            else:
+                self.experiment.log_text(str(value), step=step, metadata={"name": name})
+        if numbers:
+            epoch = numbers.get("epoch")
+            self.experiment.log_metrics(numbers, **{"step": step, "epoch": epoch, **kwargs})
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; `dataformats` as for TensorBoard, other options are those of `log_image`."""
+        formats = kwargs.pop("dataformats", None)
+        for name, value in values.items():
+            pictures = media.pictures(value, formats)
+            for one, picture in zip(media.numbered(name, len(pictures)), pictures):
+                image = media.Image.fromarray(picture)  # Comet drops black arrays
+                self.experiment.log_image(image, name=one, step=step, **kwargs)
+
+    @on_main_process
+    def log_figures(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Log matplotlib figures as images."""
+        self.log_images(values, step)
+
+    @on_main_process
+    def log_audio(self, values: dict[str, Any], step: int | None = None, sample_rate: int = 44100) -> None:
+        """Log sound."""
+        for name, value in values.items():
+            self._log_file(f"{name}.wav", media.wav(value, sample_rate), step, kind="audio")
+
+    @on_main_process
+    def log_videos(self, values: dict[str, Any], step: int | None = None, fps: float = 4) -> None:
+        """Log video."""
+        for name, value in values.items():
+            self._log_file(f"{name}.gif", media.gif(value, fps), step, kind="video")
+
+    @on_main_process
+    def log_histograms(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of tensors or arrays; options are those of `log_histogram_3d`."""
+        for name, value in values.items():
+            self.experiment.log_histogram_3d(array_of(value), name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self, table_name: str, columns: list[str] | None = None, data: list[list[Any]] | None = None,
+        dataframe: Any = None, step: int | None = None, **kwargs: Any,
+    ) -> None:
+        """Log a table as a CSV file."""
+        names, rows = media.columns_and_rows(columns, data, dataframe)
+        self.experiment.log_table(f"{table_name}.csv", tabular_data=plain(rows), headers=names, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Log a file; `artifact_path` is its name."""
+        self.experiment.log_asset(str(local_path), file_name=artifact_path or Path(local_path).name, copy_to_tmp=True)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Log the files of a folder."""
+        for path in sorted(Path(local_dir).rglob("*")):
+            if path.is_file():
+                place = Path(artifact_path or Path(local_dir).name) / path.relative_to(local_dir)
+                self.experiment.log_asset(str(path), file_name=str(place), copy_to_tmp=True)
+
+    @on_main_process
+    def log_checkpoint(
+        self, path: str | os.PathLike[str], aliases: Sequence[str] = (), step: int | None = None
+    ) -> None:
+        """Log a checkpoint as a model; the value "checkpoint/<alias>" names it."""
+        self.experiment.log_model(Path(path).name, str(path), metadata={"step": step, "aliases": list(aliases)})
+        for alias in aliases:
+            self.experiment.log_other(f"checkpoint/{alias}", Path(path).name)
+
+    @on_main_process
+    def logged_steps(self, name: str) -> Collection[int]:
+        """Return the steps that earlier parts of the experiment have, on the server or in this machine's archives."""
+        folder = getattr(self.experiment, "offline_directory", None)
+        if folder is None:
+            found = self._comet.API().get_experiment_by_key(self.run_id)
+            return {int(row["step"]) for row in found.get_metrics(name) if row.get("step") is not None}
+        if self._before is None:
+            self._before = {}
+            for message in messages(Path(folder), str(self.run_id)):
+                metric = message.get("payload", {}).get("metric", {})
+                if metric:
+                    self._before.setdefault(metric["metricName"], set()).add(int(metric.get("step") or 0))
+        return self._before.get(name, ())
+
+    @on_main_process
+    def flush(self) -> None:
+        """Send what waits."""
+        self.experiment.flush()
+
+    @on_main_process
+    def fail(self, error: str) -> None:
+        """Log the error and the status "failed"."""
+        self.experiment.log_other("status", "failed")
+        self.experiment.log_other("error", error)
+
+    @on_main_process
+    def preempt(self, reason: str) -> None:
+        """Log the reason and the status "preempted"."""
+        self.experiment.log_other("status", "preempted")
+        self.experiment.log_other("error", reason)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the experiment."""
+        self.experiment.end()
+
+    def _log_file(self, name: str, content: bytes, step: int | None, *, kind: str) -> None:
+        self.experiment._log_asset_data(content, name, step=step, asset_type=kind)
+
+
+def messages(folder: Path, key: str) -> Iterator[dict[str, Any]]:
+    """Yield what the archives of an experiment in a folder hold; an archive that is not whole is left out."""
+    for path in sorted(folder.glob(f"{key}*.zip")):
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open("messages.json") as file:
+                yield from (json.loads(line) for line in file if line.strip())
+        except (zipfile.BadZipFile, KeyError):
+            continue

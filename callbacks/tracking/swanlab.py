@@ -1,0 +1,208 @@
+"""Tracking with SwanLab: online, or with `mode="offline"` into files that `swanlab sync` uploads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import media
+from .base import GeneralTracker, needed, on_main_process
+from .values import flatten, plain, settle
+
+
+class SwanLabTracker(GeneralTracker):
+    """Tracks into a run of SwanLab; the native object is its `swanlab.Run`.
+
+    `run_name` is the project, `kwargs` are those of `swanlab.init`. Nested values get names like "a/b". A run that goes
+    on does so under its own id; offline, its parts are in folders of their own. What SwanLab does to the terminal and
+    to measure the machine is off unless `settings` say otherwise.
+    """
+
+    name = "swanlab"
+    requires_logging_directory = False
+    survives_kill = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self._swanlab = needed("swanlab")
+        self.run_name = run_name
+        self._options = kwargs
+        self._before: dict[str, set[int]] | None = None  # steps that earlier parts of the run have, by name
+        self._end: dict[str, Any] = {}
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the run."""
+        quiet = self._swanlab.Settings(interactive=False)
+        options = {"project": self.run_name, "name": self.title, "settings": quiet, **self._options}
+        if self.folder is not None and "log_dir" not in options and "logdir" not in options:
+            options["log_dir"] = str(self.folder / "swanlog")
+        if self.run_id is not None:
+            options.update(id=self.run_id, resume="allow")
+        self.run = self._swanlab.init(**options)
+        self.run_id = self.run.id
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters, nested as they are."""
+        self.run.config.update(plain(values))
+
+    @on_main_process
+    def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
+        """Store it in the configuration, below "provenance", and its files."""
+        self.run.config.update({"provenance": plain(values)})
+        for path in files:
+            self.log_artifact(path, "provenance")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and text; of two values for one name and step SwanLab keeps the first."""
+        found = flatten(settle(values))
+        for name, value in found.items():
+            if not isinstance(value, (int, float)):
+                found[name] = self._swanlab.Text(str(value))
+        self.run.log(found, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; `dataformats` as for TensorBoard, other options are those of `swanlab.Image`."""
+        formats = kwargs.pop("dataformats", None)
+        self.run.log(
+            {name: [self._swanlab.Image(picture, **kwargs) for picture in media.pictures(value, formats)]
+             for name, value in values.items()},
+            step=step,
+        )  # fmt: skip
+
+    @on_main_process
+    def log_figures(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Log matplotlib figures as images."""
+        self.log_images(values, step)
+
+    @on_main_process
+    def log_audio(self, values: dict[str, Any], step: int | None = None, sample_rate: int = 44100) -> None:
+        """Log sound; without the package soundfile, which SwanLab needs for that, as files."""
+        heard = importlib.util.find_spec("soundfile") is not None
+        with tempfile.TemporaryDirectory() as folder:
+            found = {}
+            for number, (name, value) in enumerate(values.items()):
+                path = Path(folder) / f"{number}.wav"
+                path.write_bytes(media.wav(value, sample_rate))
+                if heard:
+                    found[name] = self._swanlab.Audio(str(path), sample_rate=sample_rate)
+                else:
+                    self._save(path, Path("audio") / name / f"{step or 0:08d}.wav")
+            if found:
+                self.run.log(found, step=step)
+
+    @on_main_process
+    def log_videos(self, values: dict[str, Any], step: int | None = None, fps: float = 4) -> None:
+        """Log video."""
+        with tempfile.TemporaryDirectory() as folder:
+            found = {}
+            for number, (name, value) in enumerate(values.items()):
+                path = Path(folder) / f"{number}.gif"
+                path.write_bytes(media.gif(value, fps))
+                found[name] = self._swanlab.Video(str(path))
+            self.run.log(found, step=step)
+
+    @on_main_process
+    def log_table(
+        self, table_name: str, columns: list[str] | None = None, data: list[list[Any]] | None = None,
+        dataframe: Any = None, step: int | None = None, **kwargs: Any,
+    ) -> None:
+        """Log a table."""
+        table = self._swanlab.echarts.Table()
+        table.add(*media.columns_and_rows(columns, data, dataframe))
+        self.run.log({table_name: table}, step=step)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Log a file; `artifact_path` is the folder that it goes to."""
+        self._save(Path(local_path), Path(artifact_path or "") / Path(local_path).name)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Log the files of a folder."""
+        for path in sorted(Path(local_dir).rglob("*")):
+            if path.is_file():
+                self._save(path, Path(artifact_path or Path(local_dir).name) / path.relative_to(local_dir))
+
+    @on_main_process
+    def log_checkpoint(
+        self, path: str | os.PathLike[str], aliases: Sequence[str] = (), step: int | None = None
+    ) -> None:
+        """Log a checkpoint's files; the configuration's "checkpoints" names it by alias."""
+        self.log_artifacts(path, f"checkpoints/{Path(path).name}")
+        self.run.config.update({"checkpoints": {alias: Path(path).name for alias in aliases}})
+
+    @on_main_process
+    def logged_steps(self, name: str) -> Collection[int]:
+        """Return the steps that earlier parts of the run on this machine have."""
+        if self._before is None:
+            self._before = {}
+            here = Path(self.run.dir).resolve()
+            others = [folder for folder in here.parent.glob(f"*{self.run_id}*") if folder != here]
+            found = (path for folder in others for path in folder.glob("*.swanlab"))
+            for key, step in (value for path in found for value in steps(path)):
+                self._before.setdefault(key, set()).add(step)
+        return self._before.get(name, ())
+
+    @on_main_process
+    def fail(self, error: str) -> None:
+        """Let the run end as crashed, with the error."""
+        self._end = {"state": "crashed", "error": error}
+
+    @on_main_process
+    def preempt(self, reason: str) -> None:
+        """Let the run end as aborted, with the reason."""
+        self._end = {"state": "aborted", "error": reason}
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish(**self._end)
+
+    def _save(self, path: Path, name: Path) -> None:
+        """Save a file under a name: SwanLab keeps a link to it, so it lies in the run's folder first."""
+        place = Path(self.run.dir) / "saved" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
+        self.run.save(str(place), base_path=str(Path(self.run.dir) / "saved"), policy="now")
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of an offline run's file as dicts; what is 0 is left out of them. A torn end is left out."""
+    from google.protobuf.json_format import MessageToDict
+    from swanlab.proto.swanlab.record.v1 import record_pb2
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    reader = DataStoreReader()
+    reader.open(str(path))
+    try:
+        for data in reader:
+            record = record_pb2.Record()  # type: ignore[attr-defined]
+            record.ParseFromString(data)
+            yield MessageToDict(record, preserving_proto_field_name=True)
+    except Exception:  # whatever a damaged end makes of it
+        return
+    finally:
+        reader.close()
+
+
+def steps(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield names and steps of the values in an offline run's file."""
+    for record in records(path):
+        for content in record.values():
+            if isinstance(content, dict) and "key" in content and "value" in content or "scalar" in record:
+                yield str(content.get("key")), int(content.get("step", 0))
+
