@@ -121,7 +121,7 @@ class Delivery:
         first = entries[0]
         if first.call != "log" or not self.tracker.takes_batches:
             return [first]
-        batch = []
+        batch: list[Entry] = []
         for entry in entries:
             if entry.call != "log" or len(batch) == BATCH:
                 break

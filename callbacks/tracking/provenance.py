@@ -75,9 +75,10 @@ def _arguments() -> list[str]:
 
 
 def _repository() -> Path | None:
-    program = getattr(sys.modules.get("__main__"), "__file__", None)
-    own = program is not None and not Path(program).is_relative_to(sys.prefix)  # a test runner is not the run's code
-    for start in ([Path(program).resolve().parent] if own else []) + [Path.cwd()]:
+    program: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
+    if program is None or Path(program).is_relative_to(sys.prefix):  # a test runner is not the run's code
+        program = ""
+    for start in ([Path(program).resolve().parent] if program else []) + [Path.cwd()]:
         for folder in (start, *start.parents):
             if (folder / ".git").exists():
                 return folder

@@ -35,8 +35,8 @@ def start_trackers(
     hyperparameters, nested as it is; `init_kwargs` are further arguments by tracker name. `resume_step`: the run goes
     on after this step, and what was logged after it is dropped. `goes_on`: the folder holds this run's files; `run_ids`
     are the ids that its trackers' runs had, by tracker name. `title` is what the run is called. On other ranks than 0
-    only trackers with `main_process_only = False` are started. Raises what `filter_trackers` raises, ValueError for unknown names in
-    `init_kwargs`, and what a tracker's constructor raises.
+    only trackers with `main_process_only = False` are started. Raises what `filter_trackers` raises, ValueError for
+    unknown names in `init_kwargs`, and what a tracker's constructor raises.
     """
     chosen = filter_trackers(log_with, run_dir if logging_dir is None else logging_dir)
     options = {str(getattr(name, "value", name)): dict(given) for name, given in (init_kwargs or {}).items()}

@@ -68,7 +68,7 @@ class TrackioTracker(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; `dataformats` as for TensorBoard, other options are those of `trackio.Image`."""
         formats = kwargs.pop("dataformats", None)
-        found = {}
+        found: dict[str, Any] = {}
         for name, value in values.items():
             pictures = media.pictures(value, formats)
             found |= {
