@@ -102,7 +102,7 @@ def test_profile_settings_build_a_profiler():
 
 @pytest.mark.parametrize(
     "name",
-    ["DeepSpeedPlugin", "MegatronLMPlugin"],
+    ["MegatronLMPlugin"],
 )
 def test_plugins_of_absent_engines_say_so_and_what_to_use(name):
     with pytest.raises(NotImplementedError, match=f"{name}.* is not part of this version.* Use "):
