@@ -13,6 +13,7 @@ from ..strategies.checkpoint.format import Checkpoint, newest
 from ..strategies.checkpoint.state import encode
 from ..strategies.contents import load_module
 from .remote_checkpoints import Remote, brought, found_at, newest_copy
+from .restarts import Attempt
 
 if TYPE_CHECKING:
     from .loop import FitLoop
@@ -125,17 +126,19 @@ def keyed(callbacks: list[Any]) -> dict[str, Any]:
     return found
 
 
-def find_checkpoint(trainer: Trainer, wanted: Any) -> Path | None:
+def find_checkpoint(trainer: Trainer, wanted: Any, attempt: Attempt | None = None) -> Path | None:
     """Return the folder that ``wanted`` means: a path, "last" (None where nothing was saved yet) or "best".
 
-    The main process looks and tells the others, so that all ranks go on from the same one (collective).
+    In a fit that an agent has started again it is what that fit has saved before, whatever was wanted. The main process
+    looks and tells the others, so that all ranks go on from the same one (collective).
     """
-    if wanted is None:
+    again = attempt is not None and attempt.again
+    if wanted is None and not again:
         return None
     world, outcome = trainer.accelerator.world, None
     if world.rank == 0:
         try:
-            outcome = _find(trainer, wanted), None
+            outcome = (_own(trainer, attempt) if again else None) or _find(trainer, wanted), None
         except Exception as error:
             outcome = None, error
     found, error = world.broadcast_object(outcome)
@@ -144,7 +147,16 @@ def find_checkpoint(trainer: Trainer, wanted: Any) -> Path | None:
     return brought(trainer, found) if isinstance(found, Remote) else found
 
 
+def _own(trainer: Trainer, attempt: Attempt) -> Path | None:
+    found = attempt.found(_folders(trainer))
+    if found is not None:
+        logger.warning("The launch was started again: the run goes on from %s.", found)
+    return found
+
+
 def _find(trainer: Trainer, wanted: Any) -> Path | Remote | None:
+    if wanted is None:
+        return None
     if wanted == "last":
         return last_checkpoint(trainer)
     if wanted == "best":
@@ -183,14 +195,15 @@ def last_checkpoint(trainer: Trainer) -> Path | Remote | None:
     return found
 
 
-def _last_here(trainer: Trainer) -> Path | None:
+def _folders(trainer: Trainer) -> list[Path]:
+    """Where checkpoints of this trainer may lie; those of the newest run come first."""
     given = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
-    runs = sorted(
-        (Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"),
-        key=lambda folder: folder.parent.name,
-        reverse=True,
-    )
-    for folder in filter(Path.is_dir, [*given, *runs]):
+    runs = (Path(trainer.default_root_dir) / "runs").glob("*/checkpoints")
+    return given + sorted(runs, key=lambda folder: folder.parent.name, reverse=True)
+
+
+def _last_here(trainer: Trainer) -> Path | None:
+    for folder in filter(Path.is_dir, _folders(trainer)):
         sweep(folder)  # what a killed process left half written or half removed
         found = newest(folder, by="time")
         if found is not None:
@@ -229,6 +242,7 @@ def restore(session: Session) -> None:
 def metadata(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the run."""
     progress, module, datamodule = trainer.progress, trainer.module, trainer.datamodule
+    attempt = trainer.session.attempt if trainer.session is not None else None
     return {
         "step": progress.step,
         "epoch": progress.epoch,
@@ -237,6 +251,7 @@ def metadata(trainer: Trainer) -> dict[str, Any]:
         "run_id": trainer.run_id,
         "hparams": dict(module.hparams) if module is not None else {},
         "datamodule_hparams": dict(datamodule.hparams) if datamodule is not None else {},
+        **({"launch": attempt.name} if attempt is not None and attempt.name else {}),
     }
 
 

@@ -31,8 +31,11 @@ import logging
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Callable
 
+from ..callbacks.base import Callback
 from ..strategies.optimizer import AcceleratedOptimizer
 from .evaluation import evaluate
+from .hooks import overrides
+from .module import TrainModule
 from .steps import AutomaticStep, choose_step
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OWN = f"{Callback.__module__.rpartition('.')[0]}."  # whose callbacks never end an epoch
 STEPPING = {AcceleratedOptimizer.step.__code__, AutomaticStep.after_update.__code__}  # in which weights change
 
 
@@ -59,6 +63,7 @@ class FitLoop:
         self._schedule = session.trainer.schedule
         self._world = session.trainer.accelerator.world
         self._alone = self._world.size == 1
+        self.votes = not self._alone and self._world.agree(may_leave(session))  # whether ranks do before each batch
         self._row_at: float = 0
         self._logged_at = 0
         self._set_next_row()
@@ -95,11 +100,13 @@ class FitLoop:
             self.at_edge = False
             index = progress.batch
             metrics.samples = loader.measure if counted else None
+            left = False
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
-                    self.step.abandon()
-                    self.at_edge = True
-                    return True
+                    left = True
+                    break
+            if (left or self.votes) and self.leaves(left):
+                return True
             outputs = step(batch, index)
             progress.batch = index + 1
             progress.batches += 1
@@ -114,6 +121,14 @@ class FitLoop:
             if self.after_batch(last=loader.end_of_dataloader):
                 return loader.end_of_dataloader
         return True
+
+    def leaves(self, wish: bool) -> bool:
+        """Tell whether the epoch ends here, as a hook of some rank wishes: all ranks end it together."""
+        left = self._world.agree(wish) if self.votes else wish
+        if left:
+            self.step.abandon()
+            self.at_edge = True
+        return left
 
     def after_batch(self, *, last: bool) -> bool:
         """Do what is due between two batches; return whether training has to stop here."""
@@ -241,3 +256,10 @@ class FitLoop:
     def _set_next_row(self) -> None:
         every = self.trainer.log_every_n_steps
         self._row_at = (self.progress.step // every + 1) * every if every else float("inf")
+
+
+def may_leave(session: Session) -> bool:
+    """Tell whether a hook of the user's own is asked before each batch, which may answer that the epoch ends there."""
+    theirs = [c for c in session.callbacks if not type(c).__module__.startswith(_OWN)]
+    listens = any(overrides(callback, "on_train_batch_start", Callback) for callback in theirs)
+    return listens or overrides(session.module, "on_train_batch_start", TrainModule)

@@ -21,6 +21,7 @@ from .metrics import Metrics
 from .misspelled import warn_about_misspelled
 from .module import TrainModule
 from .optimization import LRSchedulerConfig, configured
+from .restarts import Attempt
 
 if TYPE_CHECKING:
     from .loop import FitLoop
@@ -43,7 +44,8 @@ class Session:
         self.loaders: dict[str, list[Any]] = {}
         self.predictions: list[list[Any]] = []
         self.loop: FitLoop | None = None
-        self.checkpoint = find_checkpoint(trainer, ckpt_path)
+        self.attempt = Attempt() if stage == "fit" else None
+        self.checkpoint = find_checkpoint(trainer, ckpt_path, self.attempt)
         self.siblings: Any = None  # the other ranks, once somebody has asked for them
         self.failed = self.abandoned = False  # abandoned: an evaluation was left before its end
         self.prepared = False  # there is something to save

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain import PeerFailed, Watchdog
+from drivetrain import Accelerator, Watchdog
 from drivetrain.strategies import launch
 from drivetrain.tests import distributed
 from drivetrain.tests.faults.toy import Falling, Noted, loader, trainer
 
-pytestmark = pytest.mark.timeout(40)  # those that are waited for sleep longer
+pytestmark = pytest.mark.timeout(240)  # those that are waited for sleep longer
 
 
 class Written(Noted):
@@ -68,7 +68,7 @@ FAULTS = {
     "SIGSEGV": (killed(signal.SIGSEGV), "was killed by SIGSEGV", False),
     "SIGABRT": (killed(signal.SIGABRT), "was killed by SIGABRT", False),
 }
-OTHERS = {"works": lambda module, index: None, "sleeps": lambda module, index: index == 2 and time.sleep(45)}
+OTHERS = {"works": lambda module, index: None, "sleeps": lambda module, index: index == 2 and time.sleep(1000)}
 
 
 @pytest.fixture
@@ -181,11 +181,61 @@ def test_D2_a_sample_that_one_rank_cannot_read(workers, tmp_path, impatient):
     assert error.rank == 1 and "sample 7 cannot be read" in str(error) and set(told(tmp_path)) == {0, 1}
 
 
+# A rank that leaves the loop early
+
+
+class Leaving(Falling):
+    """One rank wishes to end the epoch before batch 5, or training after it."""
+
+    def __init__(self, how: str, wishes: bool) -> None:
+        super().__init__()
+        self.how, self.wishes, self.epochs = how, wishes, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.wishes and batch_idx == 5:
+            if self.how == "the epoch":
+                return -1
+            self.trainer.should_stop = True
+        return None
+
+    def on_train_epoch_end(self):
+        self.epochs.append((self.trainer.global_step, len(self.seen)))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("how, epochs", [("the epoch", [(5, 5), (10, 10)]), ("training", [(6, 6)])])
+def test_D1_ranks_leave_the_loop_together(how, epochs, bad, tmp_path):
+    def fit(rank):
+        module = Leaving(how, rank == bad)
+        trainer(tmp_path, max_epochs=2).fit(module, loader(ranks=2))
+        return module.epochs, float(module.weight.detach())
+
+    assert distributed.run(fit, 2) == [(epochs, -epochs[-1][0])] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_D2_a_rank_leaves_a_loop_of_its_own(bad, tmp_path, impatient):
+    """The script of one rank just ends, well: the others cannot go on without it."""
+
+    def fit():
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(1, 1)
+        model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(ranks=2))
+        for index, batch in enumerate(data):
+            if index == 3 and accelerator.process_index == bad:
+                return
+            accelerator.backward(model(batch[:, None]).mean())
+            optimizer.step()
+
+    error = failed(fit)
+    assert error.rank == 1 - bad and error.exit_code != 0
+
+
 # A rank that stands still
 
 
 def sleeps(module, index):
-    time.sleep(300)
+    time.sleep(1000)
 
 
 def spins(module, index):
@@ -198,11 +248,7 @@ def is_deaf(module, index):
     import ctypes
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
-    ctypes.CDLL(None).sleep(300)
-
-
-def leaves_early(module, index):
-    module.trainer.accelerator.world.barrier("a barrier of its own")
+    ctypes.CDLL(None).sleep(1000)
 
 
 STALLS = {"sleeps": sleeps, "spins": spins, "is deaf": is_deaf}

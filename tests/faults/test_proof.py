@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from drivetrain import Trainer, TrainModule, prove_resume
 from drivetrain.tests.faults.runs import Duel, Flow, Net, Noisy, Still, Watched
 from drivetrain.tests.loop.models import Line, Numbers, quiet
+from drivetrain.trainer.cli.main import main
 
 
 class Drift(torch.nn.Module):
@@ -202,11 +202,11 @@ class Net(TrainModule):
 
 
 @pytest.mark.parametrize(("hidden", "code", "text"), [("false", 0, "is the same"), ("true", 1, "Net.calls: 3 → 0")])
-def test_the_command(hidden, code, text):
+def test_the_command(hidden, code, text, capsys, monkeypatch):
     Path("mine.py").write_text(USER)
     Path("run.yaml").write_text(f"model:\n  class_path: mine.Net\n  init_args:\n    hidden: {hidden}\n")
-    command = [sys.executable, "-m", "drivetrain", "prove-resume", "--config", "run.yaml", "--steps", "6",
-               "--trainer.max_epochs=2"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, text in done.stdout) == (code, True), done.stdout + done.stderr
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which the command adds this folder to
+    done = main(["prove-resume", "--config", "run.yaml", "--steps", "6", "--trainer.max_epochs=2"])
+    said = capsys.readouterr()
+    assert (done, text in said.out) == (code, True), said.out + said.err
     assert sorted(path.name for path in Path().iterdir() if path.name != "__pycache__") == ["mine.py", "run.yaml"]

@@ -19,7 +19,7 @@ from drivetrain.tests import distributed
 from drivetrain.tests.faults.test_failures import failed, impatient, killed, raises  # noqa: F401
 from drivetrain.tests.faults.toy import STEPS, Falling, loader, step_of, trainer, weight_in
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def rescued(root: Path) -> list[str]:
