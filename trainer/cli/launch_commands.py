@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from ...strategies.ports import get_free_port
 from .launch_arguments import Launch
 from .launch_exports import used_engines
 from .sources import UsageError
@@ -30,7 +31,8 @@ def mpirun(launch: Launch, program: Sequence[str], *, local: int, variables: Map
     `-genv NAME VALUE`; MVAPICH `-hostfile`, `-ppn` and `-genv`.
     """
     address = launch["main_process_ip"] or "127.0.0.1"
-    everywhere = {"MASTER_ADDR": address, "MASTER_PORT": str(launch["main_process_port"] or 29500), **variables}
+    port = launch["main_process_port"] or (29500 if launch["num_machines"] > 1 else get_free_port())
+    everywhere = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **variables}
     if launch["mpirun_ccl"]:
         everywhere["CCL_WORKER_COUNT"] = launch["mpirun_ccl"]
     hostfile, per_node = {

@@ -180,7 +180,7 @@ def test_threads_are_shared_out_among_processes_on_the_cpu(place, capsys):
     assert "# OMP_NUM_THREADS=3" in text
 
 
-def test_mpi_commands(place, capsys):
+def test_mpi_commands(place, capsys, monkeypatch):
     place.write("hosts", "one\ntwo\n")
     flags = ["--mpirun_hostfile", "hosts", "--num_processes", "4", "--num_machines", "2", "--main_process_ip", "10.0.0.1"]
     found, text = config(capsys, *flags, "--mixed_precision", "bf16", "script.py", "x")
@@ -188,7 +188,27 @@ def test_mpi_commands(place, capsys):
     assert command.startswith("# mpirun --hostfile hosts -n 4 -npernode 2 -x ACCELERATE_MIXED_PRECISION=bf16 -x ACCELERATE_USE_CPU=true")
     assert " -x MASTER_ADDR=10.0.0.1 -x MASTER_PORT=29500 " in command and command.endswith("script.py x")
     assert found["use_cpu"] is True
+    monkeypatch.setenv("PATH", str(place.path))
     assert "Expected mpirun." in refused(capsys, *flags, "script.py")
+
+
+def test_open_mpi_starts_the_ranks_for_real(place):
+    """Two ranks by the mpirun of the openmpi package: they meet, agree on a sum, and their exit code is the launch's."""
+    import os
+    import sys
+    from pathlib import Path
+
+    variables = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    place.write("hosts", "127.0.0.1 slots=2\n")
+    place.write("sum.py", "import torch\nfrom drivetrain import Accelerator\nfrom pathlib import Path\na = Accelerator()\n"
+                "total = a.reduce(torch.tensor(float(a.process_index + 1)))\nwords = (a.num_processes, a.mixed_precision, total.item())\n"
+                "Path(f'told-{a.process_index}').write_text(' '.join(map(str, words)))")  # fmt: skip
+    flags = ["launch", "--mpirun_hostfile", "hosts", "--num_processes", "2"]
+    done = place.cli(*flags, "--mixed_precision", "bf16", "sum.py", **variables)
+    assert (done.returncode, ranks(place)) == (0, ["0: 2 bf16 3.0", "1: 2 bf16 3.0"]), done.stderr
+    done = place.cli(*flags, "--no_python", "sh", "-c", "exit $((7 * OMPI_COMM_WORLD_RANK))", **variables)
+    assert done.returncode == 7, done.stderr
 
 
 def test_intels_mpirun_starts_the_ranks(place, monkeypatch):
