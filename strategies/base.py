@@ -282,6 +282,12 @@ class Strategy:
         if writer.world.rank == 0:
             save_module(writer, state, name=stem, **options)
 
+    def save_model(self, writer: Any, model: Any, **options: Any) -> None:
+        """Writes a model's whole weights as Hugging Face keeps them; every rank calls this."""
+        state = self.state_dict(model)
+        if writer.world.rank == 0:
+            save_module(writer, state, **options)
+
     def load_weights(self, checkpoint: Any, model: Any, *, stem: str, strict: bool = True) -> Any:
         """Loads the weights of a model; returns the keys that did not fit."""
         return self.load_state_dict(model, load_module(checkpoint, name=stem), strict=strict)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .base import Strategy
 from .checkpoint import sharded
+from .checkpoint.gathering import save_gathered
 from .checkpoint.tensors import clean_keys
 from .contents import fitted, is_extra
 from .optimizer import load_named_state, named_state, unwrap_optimizer
@@ -52,6 +53,14 @@ class ShardedState(Strategy):
         sharded.save_sharded(writer, {key: state[key] for key in state if key not in extra}, stem=stem)
         if extra and writer.world.rank == 0:
             writer.state(f"{stem}-extra", extra)
+
+    def save_model(self, writer: Any, model: Any, **options: Any) -> None:
+        """Writes whole weights, gathered one after the other."""
+        state = self._parts(model)
+        extra = {key: value for key, value in state.items() if is_extra(key, value)}
+        save_gathered(writer, {key: state[key] for key in state if key not in extra}, whole, **options)
+        if extra and writer.world.rank == 0:
+            writer.state("model-extra", extra)
 
     def load_weights(self, checkpoint: Any, model: Any, *, stem: str, strict: bool = True) -> Any:
         parts = sharded.open_parts(checkpoint, stem=stem)

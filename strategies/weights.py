@@ -6,7 +6,7 @@ Files are safetensors, or torch's own where that is asked for; nothing that is r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from . import torch_files
 from . import world as worlds
 from .checkpoint.files import CheckpointError
+from .checkpoint.sharded import open_parts
 from .checkpoint.tensors import load_weights
 from .sizes import id_tensor_storage
 from .wrappers import model_has_dtensor
@@ -115,9 +116,13 @@ def load_checkpoint_in_model(
             f"Expected weights for one device. Received: device_map={device_map}, offload_folder={offload_folder}, "
             f"offload_8bit_bnb={offload_8bit_bnb}. Leave these out: models are not spread or offloaded here."
         )
+    kept = keep_in_fp32_modules or []
+    if model_has_dtensor(model) and full_state_dict and not broadcast_from_rank0 and _in_safetensors(Path(checkpoint)):
+        _load_parts(model, Path(checkpoint), strict, lambda name, value: _converted(name, value, dtype, kept))
+        return
     reads = worlds.current().rank == 0 or not broadcast_from_rank0
     state = _read(Path(checkpoint)) if reads else {}
-    state = {name: _converted(name, value, dtype, keep_in_fp32_modules or []) for name, value in state.items()}
+    state = {name: _converted(name, value, dtype, kept) for name, value in state.items()}
     if devices:
         state = {name: value.to(next(iter(devices))) for name, value in state.items()}
     if broadcast_from_rank0 or not full_state_dict or model_has_dtensor(model):
@@ -130,6 +135,31 @@ def load_checkpoint_in_model(
         return
     on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     model.load_state_dict(state, strict=strict, assign=on_meta)
+
+
+def _in_safetensors(path: Path) -> bool:
+    folder = path.parent if path.name.endswith(".index.json") else path
+    return any(folder.glob("*.safetensors*")) if folder.is_dir() else path.suffix == ".safetensors"
+
+
+def _load_parts(
+    model: torch.nn.Module, path: Path, strict: bool, convert: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Of each weight that is shared out only this rank's part is read, so that no rank ever holds the whole model."""
+    parts = open_parts(path, stem=_name_in(path.parent if path.name.endswith(".json") else path), foreign=True)
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        model.to_empty(device=worlds.current().device)
+    targets = model.state_dict(keep_vars=True)
+    missing, unexpected = sorted(targets.keys() - set(parts.names())), sorted(set(parts.names()) - targets.keys())
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Expected the weights of {type(model).__name__}. Received: missing {missing[:5]}, unexpected "
+            f"{unexpected[:5]} in {path}. Load with strict=False, or another file."
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            if name not in missing:
+                target.copy_(convert(name, parts.like(name, target)))
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

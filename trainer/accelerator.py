@@ -39,7 +39,6 @@ from ..strategies.accumulation import Accumulation, Window
 from ..strategies.base import Strategy, is_scheduler
 from ..strategies.checkpoint.format import Writer
 from ..strategies.checkpoint.snapshot import LARGE, Saves
-from ..strategies.checkpoint.tensors import save_weights
 from ..strategies.contents import Contents
 from ..strategies.contexts import NOTHING
 from ..strategies.data.loader import skip_first_batches
@@ -685,11 +684,13 @@ class Accelerator(Standing):
         `safe_serialization` they are written by `torch.save` (pytorch_model.bin).
         """
         check(save_directory=save_directory)
-        state = self.get_state_dict(model)
-        write = save_weights if safe_serialization else torch_files.save_weights
         with Writer(os.fspath(save_directory), world=self.world) as writer:
-            if self.is_main_process:
-                write(writer, state, max_shard_size=max_shard_size)
+            if safe_serialization:
+                self.strategy.save_model(writer, model, max_shard_size=max_shard_size)
+            else:
+                state = self.get_state_dict(model)
+                if self.is_main_process:
+                    torch_files.save_weights(writer, state, max_shard_size=max_shard_size)
             writer.commit({"strategy": self.strategy.name})
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import manifest, shard_index
 from .files import CheckpointError
 from .format import Checkpoint
+from .sharded import open_parts
 from .tensor_file import LazyTensors
 from .tensors import clean_keys, save_streamed
 
@@ -75,8 +76,9 @@ def _is_sharded(directory: Path) -> bool:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:
-    files = [name for name in checkpoint.files if name.startswith("model") and name.endswith(".safetensors")]
-    return _of_files("a checkpoint", [checkpoint.directory / name for name in files])
+    parts = open_parts(checkpoint)
+    entries = {name: (stored.dtype, stored.shape) for name, stored in parts.tensors.items()}
+    return Source("a checkpoint", entries, parts.read, parts.aliases)
 
 
 def _of_safetensors(directory: Path) -> Source:

@@ -114,7 +114,7 @@ def save_sharded(writer: Any, tensors: Mapping[str, Tensor], *, stem: str) -> No
     Parts that several ranks hold are written by one of them, in turn; of whole tensors that of the first rank that has
     it counts. Names that stand for one object are one tensor. Raises TypeError by name for what a file cannot hold.
     """
-    unique, aliases = _once(tensors)
+    unique, aliases = once(tensors)
     boxes = {name: _describe(name, tensor) for name, tensor in unique.items()}
     gathered = writer.world.gather_object((boxes, aliases))
     index = _Index(gathered, stem)
@@ -340,8 +340,8 @@ def _whole_files(directory: Path, stem: str, json_of: Any, has: Any) -> list[str
     return sorted(set(places.values()))
 
 
-def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor under its first name, and further name → first name."""
+def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor under its first name, and further name → first name."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}

@@ -116,7 +116,7 @@ def write_tensors(
         raise CheckpointError("Expected a little-endian machine: the file's numbers are. Received: a big-endian one.")
     unique, found = split_aliases(tensors)
     real = {name: _as_real(tensor) for name, tensor in unique.items()}
-    order = sorted(real, key=lambda name: -real[name].element_size())  # stable: each tensor comes to lie aligned
+    order = write_order(real)
     notes = {"format": "pt", **(metadata or {})}
     if found or aliases:
         notes[ALIASES] = json.dumps({**(aliases or {}), **found})
@@ -125,6 +125,12 @@ def write_tensors(
     file.write([_header(real, order, notes)])
     content = (real[name] if read is None else _as_real(read(name)) for name in order)
     file.write(_bytes(piece) for tensor in content for piece in _pieces(tensor))
+
+
+def write_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in the order in which `write_tensors` writes: large elements first, so that all lie aligned."""
+    sizes = {name: _as_real(tensor).element_size() for name, tensor in tensors.items()}
+    return sorted(sizes, key=lambda name: -sizes[name])  # stable
 
 
 def read_tensors(

@@ -64,11 +64,12 @@ class Writer:
         *,
         metadata: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
+        read: Callable[[str], Tensor] | None = None,
     ) -> None:
         """Write a safetensors file; see `write_tensors`. Raises TypeError by the tensor's name."""
         unique, found = split_aliases(tensors)
         known = {**(aliases or {}), **found}
-        self._write(name, lambda file: write_tensors(file, unique, metadata=metadata, aliases=known),
+        self._write(name, lambda file: write_tensors(file, unique, metadata=metadata, aliases=known, read=read),
                     data_size(unique.values()))  # fmt: skip
 
     def state(self, stem: str, value: Any) -> None:
