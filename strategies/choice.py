@@ -92,8 +92,11 @@ def create(
         else:
             plugins, strategy = [*plugins, strategy], None
     if strategy in (None, "auto"):
+        _check_launch(plugins)
         return _by_options(plugins, parallelism, size)
     engine = _by_name(strategy) if isinstance(strategy, str) else strategy
+    if not plugins and parallelism is None:
+        return _as_launched(engine, strategy)
     return _with_options(engine, strategy, plugins, parallelism)
 
 
@@ -129,6 +132,32 @@ def _by_options(plugins: list[Any], parallelism: Any, size: int) -> Strategy:
         engine = parallelism.strategy()
         return engine
     return _by_name("ddp" if size > 1 else "single")
+
+
+def _as_launched(engine: Strategy, given: Any) -> Strategy:
+    """The engine that was asked for alone: with a launch's options where it is the launch's, else an error."""
+    plugins, parallelism = _launched()
+    if not plugins and parallelism is None:
+        return engine
+    other = _by_options(plugins, parallelism, 1)
+    if type(other) is not type(engine):
+        raise _not_as_launched(f"strategy={given if isinstance(given, str) else engine.name!r}")
+    return engine if isinstance(given, Strategy) else other
+
+
+def _check_launch(plugins: list[Any]) -> None:
+    """Raise ValueError for options of another engine than a launch asks for."""
+    asked = {getattr(import_module(f".{module}", __package__), name).slot for variable, (module, name) in
+             (_LAUNCHED.items() if plugins else ()) if environment.flag(variable)} - {"parallelism_config"}  # fmt: skip
+    if asked and not asked & {plugin.slot for plugin in plugins}:
+        raise _not_as_launched(_names(plugins))
+
+
+def _not_as_launched(given: str) -> ValueError:
+    launched = [one if one.startswith("ACCELERATE_") else f"ACCELERATE_{one}" for one in _LAUNCHED if environment.flag(one)]
+    said = environment.sources()
+    shown = ", ".join(f"{name}=true ({said[name]})" if name in said else f"{name}=true" for name in launched)
+    return ValueError(f"Expected the engine of the launch. Received: {given}, and {shown}. Set it in one place.")
 
 
 def _with_options(engine: Strategy, given: Any, plugins: list[Any], parallelism: Any) -> Strategy:

@@ -69,8 +69,8 @@ def test_names():
     own = DDPStrategy()
     assert strategies.create(own) is own
     assert strategies.DDPStrategy is DDPStrategy
-    with pytest.raises(ValueError, match="Received: 'dpp'. Did you mean 'ddp'"):
-        strategies.create("dpp")
+    with pytest.raises(ValueError, match="Received: 'ddpp'. Did you mean 'ddp'"):
+        strategies.create("ddpp")
     with pytest.raises(NotImplementedError, match="'megatron' is not part of this version of drivetrain. Use strategy='ddp'"):
         strategies.create("megatron")
     with pytest.raises(AttributeError):

@@ -38,7 +38,9 @@ def exports(launch: Launch) -> dict[str, str]:
     variables = {str(row.variable): _as_text(name, launch[name]) for name, row in named.items()}
     sources = {str(row.variable): f"{name} in {launch.sources[name]}" for name, row in named.items()
                if launch.given(name)}  # fmt: skip
-    variables |= {_VARIABLE_OF_ENGINE[engine]: "true" for engine in engines}
+    for engine in engines:
+        variables[_VARIABLE_OF_ENGINE[engine]] = "true"
+        sources[_VARIABLE_OF_ENGINE[engine]] = _asked_by(launch, engine)
     if launch["cpu"]:
         variables["ACCELERATE_USE_CPU"] = "true"
     elif launch["gpu_ids"] not in (None, "all"):
@@ -55,6 +57,12 @@ def used_engines(launch: Launch) -> list[str]:
     if set(found) <= {"ParallelismConfig"} and not launch["multi_gpu"] and launch.kind in _ENGINE_OF_TYPE:
         found.append(_ENGINE_OF_TYPE[launch.kind])
     return list(dict.fromkeys(found))
+
+
+def _asked_by(launch: Launch, engine: str) -> str:
+    """Return which setting asks for an engine, and where it was made."""
+    name = next((one for one in SWITCHES if SWITCHES[one] == engine and launch[one]), "distributed_type")
+    return f"{name} in {launch.sources[name]}"
 
 
 def is_here(engine: str) -> bool:

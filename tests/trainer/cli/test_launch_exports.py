@@ -143,7 +143,9 @@ def test_an_engine_is_told_its_defaults_as_accelerate_tells_them(told):
         "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true",
         "FSDP_ACTIVATION_CHECKPOINTING": "false", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
     }  # fmt: skip
-    assert not any(name.startswith("FSDP_") for name in json.loads(fsdp[environment.SOURCES]))  # nobody has said it
+    sources = json.loads(fsdp[environment.SOURCES])
+    assert not any(name.startswith("FSDP_") for name in sources)  # nobody has said it
+    assert sources["ACCELERATE_USE_FSDP"].startswith("distributed_type in ")
     megatron = told({"distributed_type": "MEGATRON_LM"})
     assert megatron["MEGATRON_LM_TP_DEGREE"] == megatron["MEGATRON_LM_PP_DEGREE"] == "1"
     assert megatron["MEGATRON_LM_GRADIENT_CLIPPING"] == "1.0" and "MEGATRON_LM_NUM_MICRO_BATCHES" not in megatron
