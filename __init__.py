@@ -326,6 +326,7 @@ _EXPORTS: dict[str, str] = {
     "ContextParallelStrategy": "strategies.parallel",
     "SequenceParallelStrategy": "strategies.parallel",
     "PipelineStrategy": "strategies.pipeline",
+    "ExpertParallelStrategy": "strategies.parallel",
     "MegatronLMPlugin": "strategies.settings",
     "AORecipeKwargs": "strategies.fp8_recipes",
     "TERecipeKwargs": "strategies.fp8_recipes",
@@ -636,6 +637,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.parallel import ContextParallelStrategy as ContextParallelStrategy
     from .strategies.parallel import SequenceParallelStrategy as SequenceParallelStrategy
     from .strategies.pipeline import PipelineStrategy as PipelineStrategy
+    from .strategies.parallel import ExpertParallelStrategy as ExpertParallelStrategy
     from .strategies.settings import MegatronLMPlugin as MegatronLMPlugin
     from .strategies.fp8_recipes import AORecipeKwargs as AORecipeKwargs
     from .strategies.fp8_recipes import TERecipeKwargs as TERecipeKwargs

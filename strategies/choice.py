@@ -23,6 +23,7 @@ _MODULES = {
     "FSDPStrategy": "fsdp", "FSDP1Strategy": "fsdp1", "DeepSpeedStrategy": "deepspeed",
     "TensorParallelStrategy": "parallel",
     "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel", "PipelineStrategy": "pipeline",
+    "ExpertParallelStrategy": "parallel",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 _WORDS = {
@@ -30,6 +31,7 @@ _WORDS = {
     "cp": "ContextParallelStrategy", "context_parallel": "ContextParallelStrategy",
     "sp": "SequenceParallelStrategy", "ulysses": "SequenceParallelStrategy",
     "pp": "PipelineStrategy", "pipeline": "PipelineStrategy",
+    "ep": "ExpertParallelStrategy", "expert_parallel": "ExpertParallelStrategy",
 }  # fmt: skip
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
 _LATER = ("xla", "megatron")

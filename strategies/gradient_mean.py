@@ -28,8 +28,9 @@ class GradientMean:
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Takes in the parameters of a model; those that need gradients, now or later, are reduced."""
-        if self.world.size > 1:
-            self._models.append(_Touched(list(parameters)))
+        held = list(parameters)
+        if self.world.size > 1 and held and not any(touched.holds(held) for touched in self._models):
+            self._models.append(_Touched(held))
 
     def clear(self) -> None:
         """Forgets all models."""
@@ -85,6 +86,11 @@ class _Touched:
     def _noter(self, place: int) -> Any:
         places = self._places
         return lambda parameter: places.add(place)
+
+    def holds(self, parameters: list[Tensor]) -> bool:
+        """Whether it is about just these."""
+        mine = [reference() for reference in self._parameters]
+        return len(mine) == len(parameters) and all(one is other for one, other in zip(mine, parameters))
 
     def alive(self) -> bool:
         return all(reference() is not None for reference in self._parameters)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
@@ -126,9 +127,8 @@ class ParallelismConfig:
         Raises:
             ValueError: the degrees need DeepSpeed, whose options then have to be given.
         """
-        from .parallel import engine_for
-
-        return engine_for(self, plugin)
+        engine: Strategy = import_module(".parallel", __package__).engine_for(self, plugin)  # which imports this module
+        return engine
 
     def _check(self) -> None:
         for name, size in self.sizes.items():

@@ -43,7 +43,10 @@ def engine_for(parallelism: ParallelismConfig, plugin: Any = None) -> Strategy:
         return PipelineStrategy(parallelism=parallelism)
     if plugin is not None or parallelism.dp_shard_enabled:
         return _sharding_engine(parallelism, plugin, active)
-    kinds = {("tp",): TensorParallelStrategy, ("cp",): ContextParallelStrategy, ("sp",): SequenceParallelStrategy}
+    kinds: dict[tuple[str, ...], type[ParallelStrategy]] = {
+        ("tp",): TensorParallelStrategy, ("cp",): ContextParallelStrategy, ("sp",): SequenceParallelStrategy,
+        ("ep",): ExpertParallelStrategy,
+    }  # fmt: skip
     kind: Any = kinds.get(active, ParallelStrategy)
     return kind(parallelism=parallelism)
 
@@ -77,7 +80,7 @@ class ParallelStrategy(ShardedState, Arranged):
     def __init__(self, parallelism: ParallelismConfig, **options: Any) -> None:
         super().__init__(**options)
         self.parallelism = parallelism
-        self.gradients = GradientMean(World())
+        self.gradients = self._expert_gradients = GradientMean(World())
         self._replaced = replaced_parameters.Replaced()
         self._syncing = True
         self.name = "+".join(parallelism.active_mesh_dims) or "parallel"
@@ -87,10 +90,12 @@ class ParallelStrategy(ShardedState, Arranged):
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
         world = super()._create_world(placement, device, settings)
         self.gradients = GradientMean(self.layout.loss)
+        self._expert_gradients = GradientMean(self.layout.world("dp_replicate"))
         return world
 
     def teardown(self) -> None:
         self.gradients.clear()
+        self._expert_gradients.clear()
         super().teardown()
 
     @property
@@ -135,10 +140,20 @@ class ParallelStrategy(ShardedState, Arranged):
         model = super().prepare_model(model, precision, place=place, evaluation=evaluation)
         initial_weights.synchronize(_plain(model), self.world)
         self.divide(model)
+        experts = self._share_experts(model)
         if not evaluation:
-            self.gradients.add(model.parameters())
+            apart = {id(parameter) for parameter in experts}
+            self.gradients.add(parameter for parameter in model.parameters() if id(parameter) not in apart)
+            self._expert_gradients.add(experts)
         self._replaced.note(before, model)
         return super().prepare_model(model, Precision(), place=False, evaluation=evaluation, dynamo=dynamo)
+
+    def _share_experts(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        if self.parallelism.ep_size == 1:
+            return []
+        from .expert_parallel import parallelize
+
+        return parallelize(model, self.layout.submesh("ep"))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, precision: Precision, *, place: bool = True) -> Any:
         self._replaced.follow(optimizer)
@@ -158,6 +173,7 @@ class ParallelStrategy(ShardedState, Arranged):
         super().backward(loss, precision, **kwargs)
         if self._syncing:
             self.gradients.reduce()
+            self._expert_gradients.reduce()
 
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return sharded_gradients.clip_norm(parameters, max_norm, norm_type)
@@ -234,3 +250,16 @@ class SequenceParallelStrategy(ContextParallelStrategy):
     """
 
     dimension = "sp"
+
+
+class ExpertParallelStrategy(ParallelStrategy):
+    """Expert parallel alone: all ranks share the experts, each on other samples (see expert_parallel.py).
+
+    Args:
+        size: the degree; -1 for all processes.
+        parallelism: that as a ParallelismConfig.
+        options: see ProcessGroupStrategy.
+    """
+
+    def __init__(self, size: int = -1, *, parallelism: ParallelismConfig | None = None, **options: Any) -> None:
+        super().__init__(parallelism or ParallelismConfig(ep_size=size), **options)

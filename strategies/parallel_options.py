@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import environment
@@ -167,16 +168,14 @@ class TorchTensorParallelPlugin:
         Raises:
             ValueError: the ParallelismConfig has another one.
         """
-        from .mesh import ParallelismConfig
-
         handler = TorchTensorParallelConfig(plan=self.plan)
-        if parallelism is None:
-            parallelism = ParallelismConfig(tp_size=self.tp_size, tp_handler=handler)
+        if parallelism is None:  # whose module imports this one
+            parallelism = import_module(".mesh", __package__).ParallelismConfig(tp_size=self.tp_size, tp_handler=handler)
         elif parallelism.tp_size != self.tp_size:
             raise ValueError(
                 f"Expected one tp_size. Received: torch_tp_plugin.tp_size={self.tp_size} and "
                 f"parallelism_config.tp_size={parallelism.tp_size}. Leave the plugin out."
             )
-        engine = parallelism.strategy()
+        engine: Strategy = parallelism.strategy()
         engine.plugin = self
         return engine

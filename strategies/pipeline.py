@@ -17,6 +17,7 @@ user's step, and get the output of the last stage from its call of the part.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,7 +72,7 @@ class PipelineStrategy(ShardedState, Arranged):
         self.gradients = GradientMean(World())
         self._replaced = replaced_parameters.Replaced()
         self._gone: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameters of other ranks' stages
-        self._pipelines: dict[int, Pipeline] = {}
+        self._pipelines: Any = weakref.WeakKeyDictionary()  # module -> Pipeline
         self._syncing = True
 
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
@@ -100,8 +101,8 @@ class PipelineStrategy(ShardedState, Arranged):
         made = super().precision(name, autocast=autocast, scaler=scaler, **options)
         if made.scaler is not None:
             raise ValueError(
-                f"Expected a precision without a loss scale in a pipeline, which differentiates before a loss is scaled. "
-                f"Received: {made.name}. Use 'bf16-mixed'."
+                "Expected a precision without a loss scale in a pipeline, which differentiates before a loss is "
+                f"scaled. Received: {made.name}. Use 'bf16-mixed'."
             )
         return made
 
@@ -123,7 +124,7 @@ class PipelineStrategy(ShardedState, Arranged):
         dynamo: TorchDynamoPlugin | None = None,
     ) -> torch.nn.Module:
         """Cuts a model in place; the same object comes back, with the stages of this rank."""
-        if id(model) in self._pipelines:
+        if model in self._pipelines:
             return model
         before = list(model.parameters())
         initial_weights.synchronize([tensor.detach() for tensor in [*before, *model.buffers()]], self.world)
@@ -150,15 +151,15 @@ class PipelineStrategy(ShardedState, Arranged):
         outside = [one for one, _ in model.named_parameters() if name and not one.startswith(f"{name}.")]
         if outside:
             raise ValueError(
-                f"Expected all parameters in the part that is cut into stages. Received: {', '.join(outside[:5])} beside "
-                f"{name!r}. Move them into it."
+                "Expected all parameters in the part that is cut into stages. Received: "
+                f"{', '.join(outside[:5])} beside {name!r}. Move them into it."
             )
         cut = stages.cut_of(part, config, len(ranks))
         stages.check_apart(part, cut, len(ranks))
         own = {stage: cut(part, stage, len(ranks)) for stage, rank in enumerate(ranks) if rank == world.rank}
         stages.keep(part, own)
         group = getattr(world, "group", None)
-        self._pipelines[id(model)] = Pipeline(
+        self._pipelines[model] = Pipeline(
             part, own, ranks, world=world, group=group, schedule=config.schedule,
             microbatches=config.microbatches or 2 * len(ranks), computing=lambda: precision.autocast(),
         )  # fmt: skip
@@ -172,7 +173,7 @@ class PipelineStrategy(ShardedState, Arranged):
     def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
         """Training goes through the pipeline; other methods run on every rank, and their calls of the part do."""
         function = super().entry(model, method, precision, manual=manual)
-        pipeline = self._pipelines.get(id(model))
+        pipeline = self._pipelines.get(model)
         if pipeline is None or method != _TRAINING:
             return function
         if manual:

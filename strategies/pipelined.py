@@ -107,8 +107,8 @@ class Pipeline:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._training and torch.is_grad_enabled() and self.part.training:
             raise RuntimeError(
-                "Expected a training step through the pipeline. Received: a call of the part that is cut into stages, with "
-                "gradients. Train with Trainer, or call what accelerator.entry(model, 'training_step') returns."
+                "Expected a training step through the pipeline. Received: a call of the part that is cut into stages, "
+                "with gradients. Train with Trainer, or call what accelerator.entry(model, 'training_step') returns."
             )
         if not self._training:
             return self._through(*args, **kwargs)
@@ -122,11 +122,10 @@ class Pipeline:
     def _through(self, *args: Any, **kwargs: Any) -> Any:
         """One forward after the other, whose results all ranks get: for evaluation, without gradients."""
         value: Any = args
-        with torch.no_grad():
+        with torch.no_grad(), self.computing():
             for stage, rank in enumerate(self.ranks):
                 if rank == self.world.rank:
-                    with self.computing():
-                        value = self.own[stage](*value, **(kwargs if stage == 0 else {}))
+                    value = self.own[stage](*value, **(kwargs if stage == 0 else {}))
                 value = self._handed_on(value, rank)
         return value if len(value) > 1 else value[0]
 
@@ -157,7 +156,7 @@ class Pipeline:
         indices = torch.arange(size, device=self.world.device)
         with torch.autocast(self.world.device.type, enabled=False), torch.enable_grad():
             schedule.step(*args, **kwargs, **({"target": indices} if self.last else {}), return_outputs=False)
-        found = self.world.broadcast_object(job.result() if self.last else None, src=self.ranks[-1])
+        found: Any = self.world.broadcast_object(job.result() if self.last else None, src=self.ranks[-1])
         self._job = None
         recorder.replay(found["logged"])
         held.factor = found["factor"]
@@ -289,7 +288,7 @@ class _Job:
         losses = [float(loss) for loss in self.losses]
         dtype = self.losses[0].dtype
         if any((weight is None) != (self.weights[0] is None) for weight in self.weights):
-            raise ValueError("Expected a weight with every loss of a batch or with none. Received: both. Give each one.")
+            raise ValueError("Expected a weight with every loss of a batch or with none. Received: both. Give each.")
         weights = [1.0 if weight is None else weight for weight in self.weights]
         total = math.fsum(weights)
         factor = 1 / total if total else 0.0
@@ -369,7 +368,10 @@ class Recorder:
     def taken(self) -> list[tuple[str, float, Any, Any]]:
         """Returns what was logged, each name once: the values of all micro-batches in one."""
         calls, self._calls = self._calls, {}
-        return [(name, _combined([v for v, _, _ in found], found[0][2]), *found[0][1:]) for name, found in calls.items()]
+        return [
+            (name, _combined([value for value, _, _ in found], found[0][2]), *found[0][1:])
+            for name, found in calls.items()
+        ]
 
     def replay(self, logged: list[tuple[str, float, Any, Any]]) -> None:
         """Logs it on this rank."""
@@ -381,6 +383,8 @@ class Recorder:
 def _combined(values: list[float], options: Mapping[str, Any]) -> float:
     reduction = options.get("reduce_fx", "mean")
     word = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")
-    if word in ("sum", "min", "max"):
-        return {"sum": math.fsum, "min": min, "max": max}[word](values)
+    if word in ("min", "max"):
+        return min(values) if word == "min" else max(values)
+    if word == "sum":
+        return math.fsum(values)
     return math.fsum(values) / len(values)

@@ -108,6 +108,8 @@ def parallelize(module: nn.Module, mesh: Any, handler: TorchTensorParallelConfig
     Raises:
         ValueError: there is no plan, an entry names no module, or a size does not divide; the message shows which.
     """
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return  # it was divided before, by an earlier run or by who has loaded it
     styles = resolve(module, handler)
     size = mesh.size()
     _check_sizes(module, styles, size)
