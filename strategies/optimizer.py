@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,11 +111,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __copy__(self) -> AcceleratedOptimizer:
+        new = type(self).__new__(type(self))
+        new.__dict__ = dict(vars(self))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        kept = ("_step", "scaler", "gradient_state")  # of the run, not of this optimizer
+        new.__dict__ = {name: value if name in kept else copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        """What goes to another process: not how the run here steps it."""
+        return {name: value for name, value in vars(self).items() if name not in ("_step", "gradient_state")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._step, self.gradient_state = Precision().step, GradientState()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

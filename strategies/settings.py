@@ -424,10 +424,10 @@ class TorchDynamoPlugin(KwargsHandler):
         return {**super().to_dict(), "backend": DynamoBackend(self.backend).value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Returns the arguments for `torch.compile`."""
-        values = {"fullgraph": False, **{k: v for k, v in self.to_dict().items() if v is not None}}
+        """Returns the arguments for `torch.compile`: those fields that differ from its defaults."""
+        values = {name: value for name, value in self.to_dict().items() if value not in (None, False)}
         values.pop("use_regional_compilation", None)
-        return values
+        return values if self.active else {name: value for name, value in values.items() if name != "backend"}
 
 
 def check_num_steps(num_steps: int) -> int:

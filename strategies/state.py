@@ -78,6 +78,11 @@ class PartialState:
         return self.world.backend or None
 
     @property
+    def debug(self) -> bool:
+        """Whether ACCELERATE_DEBUG_MODE is set. Ranks compare what they bring to a collective in any case."""
+        return flag("DEBUG_MODE")
+
+    @property
     def num_processes(self) -> int:
         """How many processes there are."""
         return self.world.size
@@ -164,14 +169,14 @@ class PartialState:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Returns a function that runs on the process of this rank only; without a function a decorator."""
-        return self._only(lambda: self.process_index == process_index, function)
+        """Returns a function that runs on the process of this rank only, or on the only one; else a decorator."""
+        return self._only(lambda: not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Returns a function that runs on the process of this rank on each machine; without a function a decorator."""
-        return self._only(lambda: self.local_process_index == local_process_index, function)
+        """Returns a function that runs on each machine's process of this rank, or on the only one; else a decorator."""
+        return self._only(lambda: not self.use_distributed or self.local_process_index == local_process_index, function)
 
     def _only(self, here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
         if function is None:

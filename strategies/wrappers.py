@@ -29,6 +29,7 @@ def extract_model_from_parallel(
                 setattr(part, name, _stripped(child))
     if not keep_fp32_wrapper:
         restore_forward(module)
+        _restore_original(module)
     if compiled is not None and keep_torch_compile:
         compiled._orig_mod = module
         return compiled
@@ -131,6 +132,16 @@ def _stripped(model: Any) -> Any:
             model = model.module
         else:
             return model
+
+
+def _restore_original(module: Any) -> None:
+    """Puts back a forward that somebody kept as `_original_forward`, as libraries do that wrap it by hand."""
+    original = vars(module).pop("_original_forward", None)
+    if original is None:
+        return
+    del module.forward
+    if getattr(original, "__func__", None) is not type(module).forward:
+        module.forward = original
 
 
 def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:

@@ -640,6 +640,8 @@ class Accelerator(Standing):
             ValueError: no tracker of that name was started; the message lists those that were.
         """
         check(name=name)
+        for tracker in self.trackers if unwrap else ():
+            tracker.flush()  # what is written past it comes after what was logged
         return trackers.get_tracker(self.trackers, name, unwrap)
 
     def log(
@@ -683,7 +685,7 @@ class Accelerator(Standing):
         Files above `max_shard_size` are split, with an index beside them. Shared weights are stored once. Without
         `safe_serialization` they are written by `torch.save` (pytorch_model.bin).
         """
-        check(save_directory=save_directory)
+        check(model=model, save_directory=save_directory)
         with Writer(os.fspath(save_directory), world=self.world) as writer:
             if safe_serialization:
                 self.strategy.save_model(writer, model, max_shard_size=max_shard_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ _RULES: dict[str, Rule] = {
     "metadata": _WORDS,
     "load_kwargs": _WORDS,
     "project_name": Rule("a name", "Pass a str", _kind(str)),
-    "name": Rule("a name", "Pass a str", _kind(str)),
+    "name": Rule("a name", "Pass a str", _kind(str, Enum)),
     "method": Rule("the name of a method", "Pass a str such as 'training_step'", _kind(str)),
     "process_index": Rule("the rank of a process", "Pass a whole number from 0 on", _is_whole, lambda value: value >= 0),
     "local_process_index": Rule("the rank of a process on its machine", "Pass a whole number from 0 on", _is_whole,

@@ -78,8 +78,8 @@ class Standing:
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several processes, each on a device of its own."""
-        return self.world.size > 1
+        """Whether there are several processes, each on an accelerator of its own."""
+        return self.world.size > 1 and self.world.device.type != "cpu"
 
     @property
     def should_save_model(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -113,9 +114,27 @@ def test_optimizer_with_modes_is_switched_and_others_are_let_off():
     AcceleratedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)).train()
 
 
-def test_it_can_be_copied():
-    optimizer = AcceleratedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.25))
-    assert copy.copy(optimizer).param_groups[0]["lr"] == 0.25
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_steps_as_the_run_does(copied):
+    calls = []
+
+    def step(optimizer, closure):
+        calls.append(optimizer)
+        return False, None
+
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.25), step=step)
+    other = copied(optimizer)
+    assert other.param_groups[0]["lr"] == 0.25 and (other.optimizer is optimizer.optimizer) is (copied is copy.copy)
+    other.step()
+    assert calls == [other.optimizer]
+
+
+def test_it_can_be_pickled():
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.25), step=lambda *given: (False, None))
+    other = pickle.loads(pickle.dumps(optimizer))
+    other.param_groups[0]["params"][0].grad = torch.ones(1)
+    other.step()
+    assert other.param_groups[0]["params"][0].item() == 0.75 and not other.step_was_skipped
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def test_decorators_run_where_they_say():
     assert first[0] == ["main", "local", None, None, "zero", None]
     assert second[0] == [None, None, "last", "one", None, "local one"]
     assert first[1:] == ("named", "Says something.")
+    alone = ["main", "local", "last", "one", "zero", "local one"]  # as in Accelerate: the only one is every one
+    assert run(work, 1)[0][0] == alone
 
 
 @pytest.mark.parametrize("which", ["main_process_first", "local_main_process_first"])

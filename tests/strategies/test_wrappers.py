@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import torch
 from torch import nn
 
 import drivetrain
-from drivetrain import Accelerator, extract_model_from_parallel
+from drivetrain import Accelerator, convert_outputs_to_fp32, extract_model_from_parallel
 from drivetrain.tests.distributed import run
 
 
@@ -46,6 +48,15 @@ def test_the_forward_before_mixed_precision():
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     assert "forward" in vars(prepared)
     assert "forward" not in vars(extract_model_from_parallel(prepared, keep_fp32_wrapper=False))
+
+
+def test_a_forward_that_was_wrapped_by_hand_is_given_back():
+    model = nn.Linear(1, 1)
+    model._original_forward = model.forward
+    model.forward = convert_outputs_to_fp32(model.forward)
+    assert extract_model_from_parallel(model, keep_fp32_wrapper=False) is model
+    assert "forward" not in vars(model) and not hasattr(model, "_original_forward")
+    pickle.dumps(model)
 
 
 def test_repeated_blocks_are_compiled_one_by_one():

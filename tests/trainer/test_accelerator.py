@@ -65,7 +65,7 @@ def prepared(accelerator=None, **options):
         ({"gradient_accumulation_steps": 1.5}, ValueError, "whole number"),
         ({"mixed_precision": "fp17"}, ValueError, "Received: precision='fp17'. Did you mean 'fp16'"),
         ({"mixed_precision": "transformer-engine"}, NotImplementedError, "Use 'fp8-mixed', which is torchao"),
-        ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'"),
+        ({"strategy": "dddp"}, ValueError, "Did you mean 'ddp'"),
         ({"fsdp_plugin": object()}, TypeError, "Expected a FullyShardedDataParallelPlugin for fsdp_plugin"),
         ({"deepspeed_plugin": object()}, TypeError, "Expected a DeepSpeedPlugin"),
         ({"megatron_lm_plugin": object()}, TypeError, "Expected a MegatronLMPlugin"),
