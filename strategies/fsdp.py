@@ -110,12 +110,15 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         *,
         autocast: AutocastKwargs | None = None,
         scaler: GradScalerKwargs | None = None,
+        **options: Any,
     ) -> Precision:
         if canonical_name(name) == "16-mixed":
             scaled = ShardedScaled("16-mixed", torch.float16, self.device, autocast, scaler)
             scaled.agree = lambda found: self.world.all_reduce(found, "max")
             return scaled
-        return super().precision(name, autocast=autocast, scaler=scaler)
+        found = super().precision(name, autocast=autocast, scaler=scaler, **options)
+        found.sharded = True
+        return found
 
     def _hybrid(self) -> bool:
         if self.parallelism is not None:

@@ -86,6 +86,7 @@ class Precision:
     scaler: Any = None
     skipped_steps = 0
     fp8_backend = FP8BackendType.NO
+    sharded = False  # settable: the engine shards weights, and may gather them in 8 bits
 
     def prepare_model(self, model: torch.nn.Module, *, evaluation: bool = False) -> torch.nn.Module:
         """Makes the model's own forward compute in this precision; the model stays the same object."""
@@ -209,13 +210,9 @@ class Autocast(Precision):
 
 
 class Float8(Autocast):
-    """Autocast to bfloat16, and the linear layers of each prepared model multiply in 8-bit floats: fp8-mixed.
-
-    `sharded` (settable): the engine shards weights, and may gather them in 8 bits.
-    """
+    """Autocast to bfloat16, and the linear layers of each prepared model multiply in 8-bit floats: fp8-mixed."""
 
     fp8_backend = FP8BackendType.AO
-    sharded = False
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device, options: AutocastKwargs | None = None,
                  recipe: AORecipeKwargs | None = None) -> None:

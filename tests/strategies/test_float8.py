@@ -141,6 +141,29 @@ def test_two_ranks_train_the_same_model():
     assert torch.allclose(torch.tensor(first), flat(model), atol=0.02)
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_sharded_weights(gathers, tmp_path):
+    def rank(rank):
+        recipe = AORecipeKwargs(enable_fsdp_float8_all_gather=gathers)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8", strategy="fsdp", kwargs_handlers=[recipe])
+        model, optimizer, _ = parts()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=6))
+        train(accelerator, model, optimizer, loader)
+        accelerator.save_model(model, tmp_path / "weights")
+        state = accelerator.get_state_dict(model)
+        return {name: value.tolist() for name, value in state.items()}, converted(model)
+
+    one = Accelerator(cpu=True, mixed_precision="fp8")
+    model, *rest = one.prepare(*parts())
+    train(one, model, *rest)
+    (found, layers), _ = run(rank, 2)
+    assert layers == ["inner", "odd"] and list(found) == list(Net().state_dict())
+    assert all(torch.allclose(torch.tensor(found[name]), value, atol=0.02) for name, value in model.state_dict().items())
+    plain = Net()
+    drivetrain.load_checkpoint_in_model(plain, tmp_path / "weights", strict=True)
+    assert torch.equal(plain.inner.weight, torch.tensor(found["inner.weight"]))
+
+
 @pytest.mark.parametrize("saving, loading", [("fp8", "no"), ("no", "fp8"), ("fp8", "fp8")])
 def test_a_checkpoint_does_not_tell_its_precision(saving, loading, tmp_path):
     accelerator = Accelerator(cpu=True, mixed_precision=saving)
