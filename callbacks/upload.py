@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from .base import AFTER_MODULE, Callback
 class CheckpointUpload(Callback):
     """Copy each checkpoint that a fit saves to ``url`` ("s3://bucket/run"), under its own name.
 
-    A thread of the main process copies while training goes on; a checkpoint that is removed here in the meantime is
-    copied all the same. There it counts when its manifest has come, which is last. What ``ModelCheckpoint`` removes is
-    removed there too, once the newer one is complete there; ``keep_all`` leaves it. A copy that fails raises at the end
-    of a later step. ``fit`` ends when the last one is complete. ``resume="last"`` finds what was copied where this
-    machine has nothing newer.
+    A thread of the main process copies while training goes on, one at a time: a checkpoint whose copy has begun is
+    copied to its end, though it is removed here in the meantime; one that waits and is removed here is passed over.
+    There it counts when its manifest has come, which is last. What ``ModelCheckpoint`` removes is removed there too,
+    once a newer one is complete there; ``keep_all`` leaves it. A copy that fails raises at the end of a later step.
+    ``fit`` ends when the last one is complete. ``resume="last"`` finds what was copied where this machine has nothing
+    newer.
 
     ``storage_options`` are those of fsspec's file system (keys, endpoint_url, …); without them the usual variables and
     files of that service count. Raises ValueError for what is no URL, CheckpointError for a copy that fails.
@@ -39,9 +39,8 @@ class CheckpointUpload(Callback):
     def _begin(self) -> None:
         self._sent: dict[str, str] = {}  # name → time of its commit
         self._stamp: list[int] = []
-        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
         self._problem: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._copies: Copies | None = None
 
     @property
     def state_key(self) -> str:
@@ -89,49 +88,21 @@ class CheckpointUpload(Callback):
         """Have new checkpoints copied and old ones removed; raise what has failed since the last look."""
         if not trainer.is_global_zero:
             return
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
+        if self._copies is not None and (problem := self._copies.take_problem()) is not None:
             raise problem
         stamp = [os.stat(folder).st_mtime_ns for folder in _folders(trainer)]
         if stamp == self._stamp and not again:
             return
         self._stamp = stamp
         found = {path.name: (path, time) for path, time in _checkpoints(trainer)}
+        copies = self._copies = self._copies or Copies(self.url, self.storage_options)
         for name, (path, time) in found.items():
             if self._sent.get(name) != time:
                 self._sent[name] = time
-                self._send(path)
+                copies.add(name, _held(path))
         for name in [name for name in self._sent if name not in found and not self.keep_all]:
             del self._sent[name]
-            self._do(lambda name=name: remove_at(f"{self.url}/{name}", storage_options=self.storage_options))
-
-    def _send(self, path: Path) -> None:
-        copy = _held(path)
-
-        def send() -> None:
-            try:
-                upload(copy, f"{self.url}/{path.name}", storage_options=self.storage_options)
-            finally:
-                discard(copy)
-
-        self._do(send)
-
-    def _do(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            target, name = self._work, "checkpoint upload"
-            self._thread = threading.Thread(target=target, args=(self._jobs,), name=name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def _work(self, jobs: queue.Queue[Any]) -> None:
-        """One job after the other; after a failure nothing old is removed, as its successor may be what failed."""
-        failed = False
-        while (job := jobs.get()) is not None:
-            try:
-                if not failed or job.__name__ == "send":
-                    job()
-            except Exception as error:
-                failed, self._problem = True, error
+            copies.drop(name)
 
     def _finish(self, trainer: Any) -> None:
         """Return when everything that is here is copied, or has failed."""
@@ -139,10 +110,88 @@ class CheckpointUpload(Callback):
             self._look(trainer, again=True)
         except (CheckpointError, OSError) as error:
             self._problem = error
-        if self._thread is not None:
-            self._jobs.put(None)  # type: ignore[arg-type]
-            self._thread.join()
-            self._thread = None
+        if self._copies is not None:
+            self._copies.finish()
+            self._problem = self._copies.take_problem() or self._problem
+            self._copies = None
+
+
+class Copies:
+    """The thread that copies, and what it has still to do."""
+
+    def __init__(self, url: str, storage_options: dict[str, Any] | None) -> None:
+        self._url, self._options = url, storage_options
+        self._changed = threading.Condition()
+        self._waiting: dict[str, tuple[int, Path]] = {}  # name → (number, folder): to be copied, the oldest first
+        self._old: dict[str, int] = {}  # to be removed once a copy of this number, or a later one, is complete
+        self._number = self._done = 0
+        self._problem: Exception | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="checkpoint upload", daemon=True)
+        self._thread.start()
+
+    def add(self, name: str, folder: Path) -> None:
+        """Have a hidden folder copied, and then deleted."""
+        with self._changed:
+            self._number += 1
+            earlier = self._waiting.pop(name, None)
+            self._waiting[name] = (self._number, folder)
+            self._old.pop(name, None)
+            self._changed.notify()
+        if earlier is not None:
+            discard(earlier[1])
+
+    def drop(self, name: str) -> None:
+        """Pass over what is not copied yet; have removed what is."""
+        with self._changed:
+            waiting = self._waiting.pop(name, None)
+            if waiting is None:
+                self._old[name] = self._number
+            self._changed.notify()
+        if waiting is not None:
+            discard(waiting[1])
+
+    def take_problem(self) -> Exception | None:
+        """Return what a copy has failed by since the last call."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def finish(self) -> None:
+        """Return when nothing is left to do."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            name, number, folder = job
+            try:
+                if folder is None:
+                    remove_at(f"{self._url}/{name}", storage_options=self._options)
+                else:
+                    upload(folder, f"{self._url}/{name}", storage_options=self._options)
+                    self._done = max(self._done, number)
+            except Exception as error:
+                self._problem = error
+            finally:
+                if folder is not None:
+                    discard(folder)
+
+    def _next(self) -> tuple[str, int, Path | None] | None:
+        """What to copy (with its folder) or to remove next; None at the end."""
+        with self._changed:
+            while True:
+                gone = next((name for name, number in self._old.items() if number <= self._done), None)
+                if gone is not None:
+                    return gone, self._old.pop(gone), None
+                if self._waiting:
+                    name = next(iter(self._waiting))
+                    number, folder = self._waiting.pop(name)
+                    return name, number, folder
+                if self._closing:
+                    return None
+                self._changed.wait()
 
 
 def _folders(trainer: Any) -> list[Path]:

@@ -86,6 +86,12 @@ def hidden_folders(parent: Path) -> list[Hidden]:
     return found
 
 
+def shown(path: Path) -> Path:
+    """Return the visible place of a folder that may be a hidden one."""
+    match = _HIDDEN.fullmatch(path.name)
+    return path.with_name(match["name"]) if match else path
+
+
 def make_parents(directory: Path) -> None:
     """Create a folder with all those above it, durably."""
     missing = []

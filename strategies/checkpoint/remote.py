@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ def upload(directory: str | Path, url: str, *, storage_options: Mapping[str, Any
     """
     checkpoint = Checkpoint.open(directory)
     system, root = _place(url, storage_options)
-    with _told(f"copy {checkpoint.directory} to {url}"):
-        if system.exists(f"{root}/{manifest.NAME}"):
+    with _told(f"copy {folders.shown(checkpoint.directory)} to {url}"):
+        if _there(system, f"{root}/{manifest.NAME}"):
             if _same(system, root, checkpoint):
                 return url
             system.rm_file(f"{root}/{manifest.NAME}")
@@ -107,7 +108,7 @@ def checkpoints_at(url: str, *, storage_options: Mapping[str, Any] | None = None
     """
     system, root = _place(url, storage_options)
     with _told(f"list {url}"):
-        entries = system.ls(root, detail=True) if system.exists(root) else []
+        entries = _entries(system, root)
     found = []
     for entry in entries:
         name = entry["name"].rstrip("/").rpartition("/")[2]
@@ -130,15 +131,15 @@ def remove_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
     """
     system, root = _place(url, storage_options)
     with _told(f"remove {url}"):
-        if not system.exists(root):
+        if not _entries(system, root):
             return
         contents, _ = _manifest(system, root, url)
-        system.rm_file(f"{root}/{manifest.NAME}")
-        for name in contents["files"]:
-            if system.exists(f"{root}/{name}"):
+        for name in (manifest.NAME, *contents["files"]):
+            if _there(system, f"{root}/{name}"):
                 system.rm_file(f"{root}/{name}")
-        if system.exists(root) and not system.find(root):  # stores of objects have no empty folders
-            system.rm(root, recursive=True)
+        with suppress(FileNotFoundError):  # stores of objects have no empty folders
+            if not system.find(root):
+                system.rm(root, recursive=True)
 
 
 class _Absent(CheckpointError):
@@ -150,13 +151,31 @@ def _place(url: str, options: Mapping[str, Any] | None) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
-        system, root = url_to_fs(url, **{"use_listings_cache": False, **(options or {})})
+        # copied, as some clients change what they are given
+        system, root = url_to_fs(url, **{"use_listings_cache": False, **deepcopy(dict(options or {}))})
     except (ImportError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"Expected a place that fsspec knows. Received: {url} ({error}). Install what the protocol needs: for s3:// "
             "drivetrain[remote]."
         ) from error
     return system, root.rstrip("/")
+
+
+def _there(system: Any, path: str) -> bool:
+    """Whether a file is there; unlike `exists`, which in some file systems also means "you may not know"."""
+    try:
+        system.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _entries(system: Any, folder: str) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = system.ls(folder, detail=True)
+    except FileNotFoundError:
+        return []
+    return found
 
 
 def _same(system: Any, root: str, checkpoint: Checkpoint) -> bool:
@@ -187,7 +206,7 @@ def _examine(system: Any, root: str, name: str, record: Mapping[str, Any], url: 
 def _manifest(system: Any, root: str, url: str) -> tuple[dict[str, Any], bytes]:
     place = f"{root}/{manifest.NAME}"
     with _told(f"read {url}"):
-        if not system.exists(place):
+        if not _there(system, place):
             raise _Absent(
                 f"{url}: has no {manifest.NAME}. It is no checkpoint, or one that was never finished."
             )
