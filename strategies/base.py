@@ -51,6 +51,7 @@ class Strategy:
     mesh: Any = None  # the DeviceMesh of its ranks, after `setup`
     divide_batch: Any = None  # a function of a batch: this rank's part of its sequences, and that part's share
     reads_parts = False  # of weights and optimizer states it reads only what this process holds
+    inference_mode = True  # evaluations may run in torch.inference_mode; else in torch.no_grad
     equal_forwards = False  # every rank needs the same number of forwards, in evaluations too
 
     def __init__(self) -> None:

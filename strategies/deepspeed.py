@@ -104,6 +104,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """ZeRO-3 gathers weights in every forward, which needs all ranks."""
         return any(plugin.zero_stage == 3 for plugin in self.plugins.values())
 
+    @property
+    def inference_mode(self) -> bool:  # type: ignore[override]
+        """ZeRO-3 keeps small weights whole from one forward to the next, and could not train those of an evaluation."""
+        return not self.equal_forwards
+
     # Environment
 
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:

@@ -55,7 +55,7 @@ def _evaluated(session: Session, stage: str) -> list[dict[str, float]]:
     with (
         preserved(trainer.device),
         evaluation_mode(session, event),
-        torch.inference_mode(trainer.inference_mode),
+        torch.inference_mode(trainer.inference_mode and trainer.strategy.inference_mode),
         torch.no_grad(),
     ):
         trainer.accelerator.strategy.before_evaluation(session.model)

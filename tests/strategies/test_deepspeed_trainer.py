@@ -1,0 +1,103 @@
+"""Modules trained by the Trainer on two ranks of DeepSpeed: the same numbers as on one process of torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from drivetrain import DeepSpeedStrategy, ModelCheckpoint, Trainer, TrainModule
+from drivetrain.strategies.gradients import GradientState
+from drivetrain.strategies.state import PartialState
+from drivetrain.tests.distributed import run
+from drivetrain.tests.strategies import deepspeed_runs as runs
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+QUIET = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded():
+    runs.preload()
+
+
+class Classifier(TrainModule):
+    """`lazy`: made in configure_model, where ZeRO-3 partitions weights at once; `parts`: it has no forward."""
+
+    def __init__(self, manual=False, weighted=False, lazy=False, parts=False):
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.weighted, self.parts = weighted, parts
+        self.net = None if lazy else runs.mlp()
+
+    def configure_model(self):
+        self.net = self.net or runs.mlp()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def compute(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net[2](self.net[1](self.net[0](x))) if self.parts else self(x), y)
+
+    def training_step(self, batch, index):
+        loss = self.compute(batch)
+        if self.automatic_optimization:
+            return {"loss": loss, "weight": len(batch[1])} if self.weighted else loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.compute(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+CASES = {
+    "plain": ({}, {}),
+    "made in configure_model": (dict(lazy=True), {}),
+    "without a forward": (dict(parts=True), {}),
+    "clipped": ({}, dict(gradient_clip_val=0.3)),
+    "accumulated, the last window short": ({}, dict(accumulate_grad_batches=5)),
+    "accumulated by weights": (dict(weighted=True), dict(accumulate_grad_batches=5)),
+    "by hand": (dict(manual=True), {}),
+}
+
+
+def fit(strategy, batch, module, arguments, count=90, **more):
+    """90 samples for training and 37 for validation: the ranks' last batches are short, or missing."""
+    GradientState._reset_state()
+    PartialState._reset_state()
+    arguments = {"max_epochs": 1, "enable_checkpointing": False, **QUIET, **arguments, **more}
+    trainer = Trainer(strategy=strategy, accelerator="cpu", **arguments)
+    trainer.fit(
+        Classifier(**module), DataLoader(runs.data(count), batch_size=batch), DataLoader(runs.data(37), batch_size=5)
+    )
+    weights = runs.vector(trainer.accelerator.get_state_dict(trainer.model))
+    return weights, trainer.callback_metrics.get("val_loss"), trainer.global_step
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    os.chdir(tmp_path_factory.mktemp("expected"))
+    (found,) = run(lambda rank: {n: fit("single", 8, *case) for n, case in CASES.items()}, 1, group=False)
+    return found
+
+
+@STAGES
+def test_trainer_computes_what_one_process_does_and_evaluates_each_sample_once(stage, expected):
+    def work(rank):
+        return {name: fit(DeepSpeedStrategy(zero_stage=stage), 4, *case) for name, case in CASES.items()}
+
+    for found in run(work, 2, timeout=110):
+        for name, (weights, loss, steps) in expected.items():
+            assert runs.far(found[name][0], weights) <= 1e-5, name
+            assert found[name][1] == pytest.approx(loss, rel=1e-5), name
+            assert found[name][2] == steps, name
