@@ -308,7 +308,7 @@ class Accelerator(Standing):
         return self.world.broadcast_object(random.run_seed())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Returns the loader: sequences are never split in this version."""
+        """Returns the loader: a prepared one hands out this process's part of each sequence already."""
         return dl
 
     def entry(self, model: Any, method: str, *, manual: bool = False) -> Callable[..., Any]:

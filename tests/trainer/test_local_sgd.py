@@ -55,3 +55,12 @@ def test_one_process_and_wrong_steps():
     assert not local.enabled
     with pytest.raises(ValueError, match="local_sgd_steps=0"):
         LocalSGD(accelerator, model, 0)
+
+
+def test_sharded_weights_are_refused():
+    def rank(rank):
+        accelerator = Accelerator(cpu=True, strategy="fsdp")
+        with pytest.raises(NotImplementedError, match="a copy of the model on every process. Received: strategy 'fsdp'"):
+            LocalSGD(accelerator, accelerator.prepare(torch.nn.Linear(1, 1)), 2)
+
+    run(rank, 2)

@@ -495,3 +495,29 @@ def test_data_set_without_a_length_needs_a_sampler_only():
 
     loader = prepared(DataLoader(Unsized(), 2, sampler=[4, 5, 6]))
     assert epoch(loader) == [[4, 5], [6]]
+
+
+class Counting(Dataset):
+    """Item i is the number i; counts what is fetched."""
+
+    def __init__(self, length):
+        self.length, self.fetched = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_skipping_a_hundred_thousand_batches_fetches_nothing(shuffle, is_prepared):
+    data = Counting(200_010)
+    loader = DataLoader(data, batch_size=2, shuffle=shuffle)
+    loader = prepare_data_loader(loader, world=World()) if is_prepared else loader
+    rest = list(skip_first_batches(loader, 100_000))
+    assert len(rest) == 5 and data.fetched == 10
+    if not shuffle:
+        assert torch.cat(rest).tolist() == list(range(200_000, 200_010))
