@@ -155,7 +155,7 @@ def _place(url: str, options: Mapping[str, Any] | None) -> tuple[Any, str]:
         system, root = url_to_fs(url, **{"use_listings_cache": False, **deepcopy(dict(options or {}))})
     except (ImportError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"Expected a place that fsspec knows. Received: {url} ({error}). Install what the protocol needs: for s3:// "
+            f"Expected a place that fsspec knows. Received: {url} ({error}). Install what it needs: for s3:// "
             "drivetrain[remote]."
         ) from error
     return system, root.rstrip("/")
