@@ -170,7 +170,8 @@ class TorchTensorParallelPlugin:
         """
         handler = TorchTensorParallelConfig(plan=self.plan)
         if parallelism is None:  # whose module imports this one
-            parallelism = import_module(".mesh", __package__).ParallelismConfig(tp_size=self.tp_size, tp_handler=handler)
+            mesh = import_module(".mesh", __package__)
+            parallelism = mesh.ParallelismConfig(tp_size=self.tp_size, tp_handler=handler)
         elif parallelism.tp_size != self.tp_size:
             raise ValueError(
                 f"Expected one tp_size. Received: torch_tp_plugin.tp_size={self.tp_size} and "

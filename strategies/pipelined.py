@@ -363,7 +363,8 @@ class Recorder:
                 f"Expected one number under {name!r} in a step of a pipeline. Received: {type(value).__name__}, which "
                 "only the rank of the last stage has. Log numbers there, metric objects in validation."
             )
-        self._calls.setdefault(name, []).append((float(value), args, kwargs))
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+        self._calls.setdefault(name, []).append((number, args, kwargs))
 
     def taken(self) -> list[tuple[str, float, Any, Any]]:
         """Returns what was logged, each name once: the values of all micro-batches in one."""

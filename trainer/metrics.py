@@ -329,6 +329,14 @@ class Metrics:
                 setattr(metric, name, value)
             metric._update_count = states[path]["count"] if path in states else 0
 
+    def within(self, whole: World) -> None:
+        """Let metric objects gather from the ranks of this world only, where it is a part of the whole one."""
+        for _, metric in self._metrics() if self.world is not whole else ():
+            if self.world.size == 1:
+                metric.distributed_available_fn = _alone
+            elif metric.process_group is None:
+                metric.process_group = self.world.group  # type: ignore[attr-defined]
+
     def _metrics(self) -> list[tuple[str, Metric]]:
         return [(path, m) for path, m in self.module.named_modules() if is_metric(m)]
 
@@ -340,6 +348,10 @@ class Metrics:
                     metric, name, _merged([s["states"][name] for s in states], metric._reductions[name], metric.device)
                 )
             metric._update_count = sum(s["count"] for s in states) or metric._update_count
+
+
+def _alone() -> bool:
+    return False
 
 
 def is_metric(value: Any, name: str = "Metric") -> bool:

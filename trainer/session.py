@@ -206,6 +206,7 @@ class Session:
 
     def _prepare_loaders(self) -> None:
         trainer = self.trainer
+        self.metrics.within(trainer.accelerator.world)
         if self.stage != "fit":
             self.loaders[self.stage] = self._evaluation_loaders(self.stage)
             self.predictions = [[] for _ in self.loaders[self.stage]]

@@ -58,6 +58,7 @@ def prepare_data_loader(
     """A loader that gives this process its share of every batch, on `device` with `put_on_device`.
 
     `num_processes` and `process_index` may stand for other processes than there are: to look at another rank's share.
+    `torch_device_mesh` tells them by its dimensions that begin with "dp", of whose ranks each sees other samples.
     `config` (drivetrain's) takes the place of the settings one by one. Order and augmentation are functions of seed
     and epoch on all ranks, so that `rng_types` has nothing to do.
 
@@ -65,6 +66,8 @@ def prepare_data_loader(
         TypeError, ValueError: it is no loader, it is empty, or settings exclude each other.
     """
     world = world or worlds.current()
+    if torch_device_mesh is not None:
+        num_processes, process_index = _of_mesh(torch_device_mesh, num_processes, process_index)
     if (num_processes, process_index) != (None, None):
         world = _seat(world, num_processes, process_index)
     config = config or DataLoaderConfiguration(
@@ -77,6 +80,20 @@ def prepare_data_loader(
         dataloader, world=world, config=config, device=device, put_on_device=put_on_device, seed=seed,
         gradient_state=gradient_state, non_blocking=non_blocking, slice_fn_for_dispatch=slice_fn_for_dispatch,
     )  # fmt: skip
+
+
+def _of_mesh(mesh: Any, num_processes: int | None, process_index: int | None) -> tuple[int, int]:
+    """How many processes see different samples, and the place of this one among them."""
+    if (num_processes, process_index) != (None, None):
+        raise ValueError(
+            f"Expected a mesh, or processes. Received: torch_device_mesh and num_processes={num_processes}, "
+            f"process_index={process_index}. Give one of both."
+        )
+    size, rank = 1, 0
+    for name in mesh.mesh_dim_names or ():
+        if name.startswith("dp") or name == "ep":
+            size, rank = size * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
+    return size, rank
 
 
 def _seat(world: World, num_processes: int | None, process_index: int | None) -> World:

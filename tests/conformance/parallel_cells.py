@@ -102,7 +102,7 @@ class Language(TrainModule):
         self.log("right", right, reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)  # below it a gradient is rounding
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)  # a gradient far below it is rounding
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -148,6 +148,7 @@ def train(
     module: TrainModule | None = None,
     validate: bool = True,
     accelerator: Any = "cpu",
+    ckpt: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains for so many steps with a global batch of `batch` samples; returns losses, norms, metrics and weights."""
@@ -162,12 +163,12 @@ def train(
     share = batch // trainer.accelerator.strategy.data_world.size
     loader = DataLoader(data, batch_size=share, shuffle=True)
     checks = DataLoader(data, batch_size=5) if validate else None
-    trainer.fit(module, loader, checks)
+    trainer.fit(module, loader, checks, ckpt_path=ckpt)
     weights = trainer.accelerator.get_state_dict(trainer.session.model)
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
-        "metrics": {name: trainer.callback_metrics[name] for name in ("val_loss", "right") if validate},
+        "metrics": {name: trainer.callback_metrics[name] for name in ("val_loss", "right") if name in trainer.callback_metrics},
         "weights": {name: value.detach().clone() for name, value in weights.items()},
     }
 
