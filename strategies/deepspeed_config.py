@@ -127,20 +127,16 @@ def settle(config: HfDeepSpeedConfig, said: list[Said], *, complete: bool = True
         ValueError: two who say something firm of one key differ, or (`complete`) an "auto" is left that nobody fills;
             the message shows all of them.
     """
-    problems = []
-    for key in dict.fromkeys(one.key for one in said):
-        voices = [one for one in said if one.key == key]
-        problem = _disagreement(config, key, voices)
-        if problem:
-            problems.append(problem)
-            continue
-        chosen = next((one for one in voices if one.firm), voices[0])
-        present = config.get_value(key)
-        if present == AUTO or (present is None and (chosen.firm or chosen.adds)):
-            config.set_value(key, chosen.value)
+    voices = {key: [one for one in said if one.key == key] for key in dict.fromkeys(one.key for one in said)}
+    problems = [found for key, ones in voices.items() if (found := _disagreement(config, key, ones))]
     if problems:
         listed = "".join(f"\n- {problem}" for problem in problems)
         raise ValueError(f"Expected one value for each setting of DeepSpeed. Received:{listed}\nSet each in one place.")
+    for key, ones in voices.items():
+        chosen = next((one for one in ones if one.firm), ones[0])
+        present = config.get_value(key)
+        if present == AUTO or (present is None and (chosen.firm or chosen.adds)):
+            config.set_value(key, chosen.value)
     left = config.autos() if complete else []
     if left:
         raise ValueError(

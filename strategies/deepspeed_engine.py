@@ -72,18 +72,19 @@ def settled(
         ValueError: the configuration and the script say different things, or something is still open.
     """
     _check_parts(config, optimizer, scheduler)
-    accumulation = Said("gradient_accumulation_steps", micro_batches, f"Accelerator(gradient_accumulation_steps="
-                        f"{micro_batches})", firm=micro_batches != 1, adds=True)  # fmt: skip
-    said = [accumulation, *of_precision(precision, f"precision={precision!r}"), *of_hidden_size(model)]
-    settle(config, said, complete=False)
-    steps = config.get_value("gradient_accumulation_steps", 1)
-    said = of_batches(samples, steps, ranks) + _defaults(optimizer)
+    present = config.get_value("gradient_accumulation_steps")
+    steps = present if isinstance(present, int) else micro_batches
+    script = f"Accelerator(gradient_accumulation_steps={micro_batches})"
+    said = [Said("gradient_accumulation_steps", micro_batches, script, firm=micro_batches != 1, adds=True)]
+    said += of_precision(precision, f"precision={precision!r}") + of_hidden_size(model)
+    said += of_batches(samples, steps, ranks) + _defaults(optimizer)
     said += _of_optimizer(config, optimizer) + _of_scheduler(config, scheduler, optimizer, spread)
     if samples is None and config.is_auto("train_batch_size"):
         config.del_config_sub_tree("train_batch_size")
     whole = config.get_value("train_batch_size")
     if samples is None and isinstance(whole, int):
-        said.append(Said("train_micro_batch_size_per_gpu", whole // (steps * ranks), "train_batch_size", firm=False))
+        own = max(1, whole // (steps * ranks))
+        said.append(Said("train_micro_batch_size_per_gpu", own, "train_batch_size", firm=False, adds=True))
     said.append(Said("train_micro_batch_size_per_gpu", 1, "nobody yet", firm=False, adds=whole is None))
     for part in ("optimizer", "param"):
         if config.get_value(f"zero_optimization.offload_{part}.device") in ("none", "auto"):
