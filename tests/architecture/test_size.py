@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/datamodule.py": 150,
     "trainer/progress.py": 150,
     "trainer/hooks.py": 100,
-    "trainer/metrics.py": 380,  # also what each series tells a checkpoint: an interruption loses no value
+    "trainer/metrics.py": 400,  # also what each series tells a checkpoint, and which ranks metric objects gather from
     "trainer/accelerator.py": 970,  # saves in the background and places in a mesh are part of its interface
     "trainer/arguments.py": 300,
     "trainer/loop.py": 350,
