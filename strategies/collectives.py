@@ -157,7 +157,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(
-            f"Expected reduction to be 'sum', 'mean' or 'none'. Received: reduction={reduction!r}. Use 'mean' for an average."
+            f"Expected reduction to be 'sum', 'mean' or 'none'. Received: reduction={reduction!r}. "
+            "Use 'mean' for an average."
         )
     world = current()
     leaves = _tensors("reduce", tensor)

@@ -73,7 +73,7 @@ def convert_model_to_fp8_ao(
     if not changed:
         logger.warning(
             "No linear layer of %s is converted to float8: the first and the last are left out, and sizes have to be "
-            "multiples of %d. It computes in bfloat16 throughout. AORecipeKwargs(module_filter_func=...) chooses layers.",
+            "multiples of %d. It computes in bfloat16. AORecipeKwargs(module_filter_func=...) chooses layers.",
             type(model).__name__, _MULTIPLE,
         )  # fmt: skip
     return converted

@@ -104,4 +104,4 @@ def _word(name: str, value: Any, known: tuple[str, ...]) -> Any:
     for word in known:
         if text.lower() == word.lower():
             return word
-    raise ValueError(f"Expected {name} to be one of {', '.join(known)}. Received: {name}={value!r}. Choose one of these.")
+    raise ValueError(f"Expected {name} to be one of {', '.join(known)}. Received: {name}={value!r}. Choose one.")

@@ -119,7 +119,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
         new = memo[id(self)] = type(self).__new__(type(self))
         kept = ("_step", "scaler", "gradient_state")  # of the run, not of this optimizer
-        new.__dict__ = {name: value if name in kept else copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        for name, value in vars(self).items():
+            new.__dict__[name] = value if name in kept else copy.deepcopy(value, memo)
         return new
 
     def __getstate__(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings an optimizer's gradients to their true scale; a second call before its step does nothing."""
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable | None = None) -> tuple[bool, Any]:
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> tuple[bool, Any]:
         """Steps the optimizer; returns whether the step was skipped, and what the optimizer returned."""
         return False, optimizer.step() if closure is None else optimizer.step(closure)
 
@@ -260,7 +260,7 @@ class Scaled(Autocast):
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable | None = None) -> tuple[bool, Any]:
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> tuple[bool, Any]:
         if closure is not None:
             raise ValueError(f"Expected no closure under {self.name}. Received: closure={closure!r}. Use 'bf16-mixed'.")
         self.unscale(optimizer)

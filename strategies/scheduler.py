@@ -19,7 +19,8 @@ class AcceleratedScheduler:
     With `step_with_optimizer` (Accelerate's way) a call steps it only at the end of an accumulation window and only
     when no optimizer step was skipped, and then once per process, because a schedule counted in one process's batches
     runs through them so many times as fast (processes that share the work on the same samples count as one); with
-    `split_batches` once, as the global batch is then the loader's own. Without, it steps exactly when called. Attributes that are not found here are the wrapped scheduler's.
+    `split_batches` once, as the global batch is then the loader's own. Without, it steps exactly when called.
+    Attributes that are not found here are the wrapped scheduler's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Files in torch's own format (`torch.save`: .bin, .pt), written where that is asked for, and read without running code.
+"""Files in torch's own format (`torch.save`: .bin, .pt): written where that is asked for, read without running code.
 
 What is read goes through torch's reader of plain data (`weights_only=True`): tensors, numbers, texts and containers of
 them, numpy's arrays; anything else is an error. Checkpoints never hold such files.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,6 @@ def _alone(tensor: Tensor) -> Tensor:
 
 def _numpys() -> list[Any]:
     """What numpy's arrays and numbers are made of again: data, all of it."""
-    core = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray
+    core = import_module("numpy._core.multiarray")
     kinds = sorted({type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"}, key=repr)
     return [core._reconstruct, core.scalar, np.ndarray, np.dtype, *kinds]

@@ -105,7 +105,7 @@ def load_checkpoint_in_model(
     `dtype` converts floating-point weights, but not those of modules in `keep_in_fp32_modules`. `strict` refuses
     missing and unexpected names. Parameters on "meta" become real ones, sharded ones take their part. With
     `broadcast_from_rank0` only the first process reads; `full_state_dict=False` says that the file holds this
-    process's shards alone. Nothing is ever offloaded, so that `offload_state_dict` and `offload_buffers` change nothing.
+    process's shards alone. Nothing is offloaded: `offload_state_dict` and `offload_buffers` change nothing.
 
     Raises:
         ValueError: a device map over several devices or an offload is asked for, which drivetrain does not have.
@@ -131,7 +131,7 @@ def load_checkpoint_in_model(
         options = StateDictOptions(
             full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
         )
-        set_model_state_dict(model, state, options=options)
+        set_model_state_dict(model, dict[str, Any](state), options=options)
         return
     on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     model.load_state_dict(state, strict=strict, assign=on_meta)
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     if path.name.endswith(".index.json"):
         path = path.parent
     if not path.exists():
-        raise CheckpointError(f"Expected a file or folder of weights. Received: {path}, which is not there. Correct it.")
+        raise CheckpointError(f"Expected a file or folder of weights. Received: {path}, which is not there.")
     if path.is_dir():
         stored = any(path.glob("*.safetensors*")) or not torch_files.has_weights(path)
         return load_weights(path, name=_name_in(path), foreign=True) if stored else torch_files.load_weights(path)

@@ -168,6 +168,10 @@ class Accelerator(Standing):
         self._seed = seed
         if seed is not None:
             random.set_seed(seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Sets up what is empty at first."""
         self._contents = Contents()
         self.saves = Saves(self.world)
         self._begin_windows()
@@ -805,8 +809,9 @@ class Accelerator(Standing):
         options = checkpoint_folders.loading_options(strict, load_kwargs, load_model_func_kwargs)
         self.saves.wait()
         checkpoint = checkpoint_folders.open_checkpoint(
-            self.project_configuration, input_dir, self.world, weights_only=weights_only, parts=self.strategy.reads_parts,
-        )
+            self.project_configuration, input_dir, self.world, weights_only=weights_only,
+            parts=self.strategy.reads_parts,
+        )  # fmt: skip
         self._begin_windows()
         models = list(self._contents.models)
         for hook in self._load_hooks.values():

@@ -204,5 +204,5 @@ def check_registered(objects: tuple[Any, ...]) -> None:
     ]  # fmt: skip
     if shown:
         raise ValueError(
-            f"Expected objects with state_dict and load_state_dict. Received: {', '.join(shown)}. Give them both methods."
+            f"Expected objects with state_dict and load_state_dict. Received: {', '.join(shown)}. Give them both."
         )

@@ -55,7 +55,8 @@ def parameter_list(parameters: Any) -> list[torch.Tensor]:
     """
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    found = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, str) else [None]
+    iterable = isinstance(parameters, Iterable) and not isinstance(parameters, str)
+    found: list[Any] = list(parameters) if iterable else [None]
     if found and not isinstance(found[0], torch.Tensor):
         raise TypeError(
             f"Expected parameters as a tensor or an iterable of tensors. Received: parameters={parameters!r}. "
@@ -129,7 +130,8 @@ _RULES: dict[str, Rule] = {
     "project_name": Rule("a name", "Pass a str", _kind(str)),
     "name": Rule("a name", "Pass a str", _kind(str, Enum)),
     "method": Rule("the name of a method", "Pass a str such as 'training_step'", _kind(str)),
-    "process_index": Rule("the rank of a process", "Pass a whole number from 0 on", _is_whole, lambda value: value >= 0),
+    "process_index": Rule("the rank of a process", "Pass a whole number from 0 on", _is_whole,
+                          lambda value: value >= 0),
     "local_process_index": Rule("the rank of a process on its machine", "Pass a whole number from 0 on", _is_whole,
                                 lambda value: value >= 0),
     "autocast_handler": Rule("AutocastKwargs", "Pass AutocastKwargs(...), or nothing", _kind(AutocastKwargs)),
@@ -142,7 +144,8 @@ _RULES: dict[str, Rule] = {
     "dataloader_config": Rule("a DataLoaderConfiguration", "Pass DataLoaderConfiguration(...)",
                               _kind(DataLoaderConfiguration)),
     "project_config": Rule("a ProjectConfiguration", "Pass ProjectConfiguration(...)", _kind(ProjectConfiguration)),
-    "gradient_accumulation_plugin": Rule("a GradientAccumulationPlugin", "Pass GradientAccumulationPlugin(num_steps=...)",
+    "gradient_accumulation_plugin": Rule("a GradientAccumulationPlugin",
+                                         "Pass GradientAccumulationPlugin(num_steps=...)",
                                          _kind(GradientAccumulationPlugin)),
     "dynamo_plugin": Rule("a TorchDynamoPlugin", "Pass TorchDynamoPlugin(backend=...)", _kind(TorchDynamoPlugin)),
     "rng_types": Rule("a list of generators", "Pass a list such as ['torch', 'cuda']", _kind(list, tuple)),

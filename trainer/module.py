@@ -318,8 +318,8 @@ def uncompiled(model: Any) -> Any:
         return model
     if type(inner).forward is nn.Module.forward and "forward" not in vars(inner):
         warnings.warn(
-            f"Expected {type(inner).__name__} to have a forward for torch.compile. Received: none, so that nothing of it "
-            "is compiled. Compile the parts that its steps call: self.net = torch.compile(net).",
+            f"Expected {type(inner).__name__} to have a forward for torch.compile. Received: none, so that nothing of "
+            "it is compiled. Compile the parts that its steps call: self.net = torch.compile(net).",
             stacklevel=3,
         )
         return inner

@@ -140,8 +140,8 @@ class AutomaticStep:
         if not self.told:
             self.told = True
             warnings.warn(
-                f"Expected {type(self.module).__name__}.training_step to return a loss. Received: None. Batches without "
-                "one are left out, and no step follows a window of them. Return the loss.",
+                f"Expected {type(self.module).__name__}.training_step to return a loss. Received: None. Batches "
+                "without one are left out, and no step follows a window of them. Return the loss.",
                 stacklevel=2,
             )
         return None, {}

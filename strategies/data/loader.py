@@ -56,7 +56,7 @@ def prepare_data_loader(dataloader: Any, *, world: World, device: torch.device |
     return shard
 
 
-class DataLoaderShard(DataLoader):
+class DataLoaderShard(DataLoader[Any]):
     """One rank's share of a loader's batches. Its attributes tell of the batch that was yielded last.
 
     `end_of_dataloader`: this rank gets no further one. `samples`: in this rank's batch, `global_samples`: in those of
@@ -289,7 +289,7 @@ class DataLoaderShard(DataLoader):
         )
 
 
-class _Iterable(IterableDataset):
+class _Iterable(IterableDataset[Any]):
     """Batches that something else makes: a loader of another kind, a list of batches."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -324,7 +324,7 @@ def _ordinary(loader: Any) -> bool:
     return True
 
 
-def _wrapped(batches: Any) -> DataLoader:
+def _wrapped(batches: Any) -> DataLoader[Any]:
     wrong = isinstance(batches, (str, bytes, dict, torch.Tensor, Dataset)) or isgenerator(batches)
     if wrong or not isinstance(batches, Iterable):
         raise TypeError(
