@@ -57,8 +57,8 @@ def configured(module: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             warnings.warn(
                 f"Expected an optimizer over parameters of {type(module).__name__}. "
-                f"Received: {type(optimizer).__name__} over none of them, so that training changes nothing in it. Pass self.parameters(), of the module that "
-                "is trained.",
+                f"Received: {type(optimizer).__name__} over none of them, so that training changes nothing in it. "
+                "Pass self.parameters(), of the module that is trained.",
                 stacklevel=2,
             )
     return optimizers, schedulers
