@@ -1,16 +1,19 @@
-"""One cell of the parity matrix: a small transformer trained under one strategy, and what it left.
+"""Cells of the parity matrix for models that ranks divide: a small language model, and what a strategy made of it.
 
-`train(...)` is called on every rank (see tests/distributed.run), or in the test's own process for one process. The
-same arguments give the same samples in the same global batches whatever the strategy.
+`cell(name)` trains under the strategy of that name on as many gloo ranks as it needs, `reference(name)` on one
+process: the same samples in the same global batches. `compare` tells how far they are apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from drivetrain import Callback, Trainer, TrainModule
+from drivetrain.tests.distributed import run
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -107,6 +110,70 @@ class Language(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Embedded(nn.Module):
+    """Tokens with their places, for a model that is cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.token(tokens) + self.place
+
+
+class Sequence(Language):
+    """The same as a sequence of layers, which stages can be made of."""
+
+    def __init__(self, layers: int = 2) -> None:
+        TrainModule.__init__(self)
+        torch.manual_seed(11)
+        blocks = {f"block{index}": Block() for index in range(layers)}
+        head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), out=nn.Linear(WIDTH, VOCABULARY)))
+        self.net = nn.Sequential(OrderedDict(embed=Embedded(), **blocks, head=head))
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.net(batch["tokens"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), logits
+
+
+class Experts(nn.Module):
+    """Some feed-forward layers; tokens come sorted by the layer that is to compute them."""
+
+    def __init__(self, number: int = 4) -> None:
+        super().__init__()
+        self.num_experts = number
+        self.up = nn.Parameter(torch.randn(number, WIDTH, 2 * WIDTH) * 0.2)
+        self.down = nn.Parameter(torch.randn(number, 2 * WIDTH, WIDTH) * 0.2)
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = tokens.split(counts.tolist())
+        return torch.cat([F.gelu(part @ self.up[i]) @ self.down[i] for i, part in enumerate(parts)])
+
+
+class Mixture(nn.Module):
+    """Sends each token to the expert that a router finds best."""
+
+    def __init__(self, number: int = 4) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, number), Experts(number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.experts.num_experts)
+        found = self.experts(tokens[order], counts)[order.argsort()]
+        return x + (found * weight[:, None]).view_as(x)
+
+
+class Mixed(Language):
+    """The transformer with a layer of experts behind it."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(layers)
+        self.net.layers.append(Mixture())
+
+
 PLAN = {
     "net.layers.*.q": "colwise", "net.layers.*.k": "colwise", "net.layers.*.v": "colwise", "net.layers.*.o": "rowwise",
     "net.layers.*.up": "colwise", "net.layers.*.down": "rowwise", "net.head": "colwise_gather_output",
@@ -171,6 +238,87 @@ def train(
         "metrics": {name: trainer.callback_metrics[name] for name in ("val_loss", "right") if name in trainer.callback_metrics},
         "weights": {name: value.detach().clone() for name, value in weights.items()},
     }
+
+
+def _config(**sizes: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from drivetrain import ParallelismConfig, TorchTensorParallelConfig
+
+        handler = {"tp_handler": TorchTensorParallelConfig(plan=PLAN)} if "tp_size" in sizes else {}
+        return ParallelismConfig(**sizes, **handler)
+
+    return make
+
+
+def _divided(plan: Mapping[str, str]) -> Callable[[], Any]:
+    def make() -> Any:
+        from drivetrain import TensorParallelStrategy
+
+        return TensorParallelStrategy(2, plan)
+
+    return make
+
+
+def _staged(schedule: str, **more: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from drivetrain import PipelineStrategy
+
+        return PipelineStrategy(2, schedule=schedule, microbatches=4, **more)
+
+    return make
+
+
+def _ring() -> Any:
+    from drivetrain import ContextParallelStrategy
+
+    return ContextParallelStrategy(cp_comm_strategy="alltoall")
+
+
+# name -> ranks, what makes the strategy, the module, and further arguments of `train`. DTensors find out how each shape
+# is computed, which takes longer in inference mode.
+_PLAIN: dict[str, Any] = {"inference_mode": False}
+CELLS: dict[str, tuple[int, Callable[[], Any], type[TrainModule], dict[str, Any]]] = {
+    "single": (1, lambda: "auto", Language, {}),
+    "tp": (2, _divided(PLAN), Language, _PLAIN),
+    "tp+sequence": (2, _divided(SEQUENCE_PLAN), Language, _PLAIN),
+    "dp+tp": (4, _config(dp_replicate_size=2, tp_size=2), Language, _PLAIN),
+    "fsdp+tp": (4, _config(dp_shard_size=2, tp_size=2), Language, _PLAIN),
+    "cp": (2, lambda: "cp", Language, {}),
+    "ring": (2, _ring, Language, {}),
+    "sp": (2, lambda: "ulysses", Language, {}),
+    "dp+cp": (4, _config(dp_replicate_size=2, cp_size=2), Language, {}),
+    "cp+tp": (4, _config(cp_size=2, tp_size=2), Language, _PLAIN),
+    "fsdp+cp": (4, _config(dp_shard_size=2, cp_size=2), Language, {}),
+    "ep": (2, lambda: "ep", Mixed, {}),
+    "dp+ep": (4, _config(dp_replicate_size=2, ep_size=2), Mixed, {}),
+    "dp+pp": (4, _config(dp_replicate_size=2, pp_size=2), Sequence, {}),
+    **{
+        f"pp-{schedule}": (2, _staged(schedule), Sequence, {})
+        for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+                         "DualPipeV")
+    },
+}  # fmt: skip
+
+
+def cell(name: str, **options: Any) -> dict[str, Any]:
+    """Trains under the strategy of a name; returns what the first rank has, after a look that all agree."""
+    ranks, make, module, more = CELLS[name]
+    found = run(lambda rank: train(make(), module=module(), **more, **options), ranks, group=ranks > 1, timeout=110)
+    for other in found[1:]:
+        assert other["losses"] == found[0]["losses"] and other["norms"] == found[0]["norms"]
+        assert other["metrics"] == found[0]["metrics"]
+    return found[0]
+
+
+@functools.cache
+def _reference(kind: type[TrainModule], options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    (found,) = run(lambda rank: train(module=kind(), **dict(options)), 1, group=False, timeout=110)
+    return found
+
+
+def reference(name: str, **options: Any) -> dict[str, Any]:
+    """The same on one process; computed once for the same module and options."""
+    return _reference(CELLS[name][2], tuple(sorted(options.items())))
 
 
 def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, tolerance: float = 1e-5) -> dict[str, float]:

@@ -1,0 +1,75 @@
+"""The laws where ranks divide a model or its sequences: parity with one process, accumulation, interruption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from drivetrain.tests.conformance.parallel_cells import CELLS, cell, compare, reference
+
+LONG = ("cp", "pp-1F1B")  # quick enough for the law's 50 steps
+OTHERS = [name for name in CELLS if name not in (*LONG, "single")]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_parity_after_50_steps(name):
+    compare(cell(name), reference(name))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_parity(name):
+    compare(cell(name, steps=6), reference(name, steps=6))
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "dp+pp", "ep"])
+def test_accumulation(name):
+    """Windows of four micro-batches."""
+    options = {"steps": 3, "accumulate": 4, "validate": False}
+    compare(cell(name, **options), reference(name, **options))
+
+
+@pytest.mark.parametrize("name", ["cp", "pp-1F1B"])
+def test_parity_in_bfloat16(name):
+    options = {"steps": 6, "precision": "bf16-mixed"}
+    compare(cell(name, **options), reference(name, **options), tolerance=2e-2)
+
+
+def test_a_short_last_batch_goes_through_a_pipeline():
+    options = {"steps": 9, "batch": 10}  # 64 samples: the seventh batch of an epoch has 4
+    compare(cell("pp-1F1B", **options), reference("pp-1F1B", **options))
+
+
+# Checkpoints and interruption
+
+
+def saved(name: str, folder: Path) -> Path:
+    """The folder of a checkpoint after 4 of 8 steps."""
+    cell(name, steps=4, validate=False, enable_checkpointing=True, default_root_dir=str(folder))
+    (found,) = folder.glob("runs/*/checkpoints/*/manifest.json")
+    return found.parent
+
+
+def rest(record: dict) -> dict:
+    return {**record, "losses": record["losses"][4:], "norms": record["norms"][4:]}
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "fsdp+tp", "pp-1F1B"])
+def test_interruption(name, tmp_path):
+    """Stopped and gone on with: bit for bit as if it had not been."""
+    whole = rest(cell(name, steps=8, validate=False))
+    found = cell(name, steps=8, validate=False, ckpt=str(saved(name, tmp_path)))
+    assert found["losses"] == whole["losses"] and found["norms"] == whole["norms"]
+    for key, value in whole["weights"].items():
+        assert torch.equal(found["weights"][key], value), key
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("tp", "cp"), ("cp", "tp"), ("fsdp+tp", "single"), ("single", "fsdp+cp"), ("dp+pp", "pp-ZBVZeroBubble"),
+     ("dp+ep", "ep")],
+)  # fmt: skip
+def test_a_checkpoint_of_one_strategy_goes_on_under_another(first, second, tmp_path):
+    options = {"steps": 8, "validate": False}
+    found = cell(second, **options, ckpt=str(saved(first, tmp_path)))
+    compare(found, rest(reference(second, **options)))
