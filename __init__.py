@@ -102,6 +102,7 @@ _EXPORTS: dict[str, str] = {
     "PartialState": "strategies.state",
     # Functions
     "prepare_data_loader": "strategies.data.preparing",
+    "prove_loop": "trainer.proof",
     "prove_resume": "trainer.proof",
     "set_seed": "strategies.random",
     "skip_first_batches": "strategies.data.loader",
@@ -425,6 +426,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .trainer.cli.train_cli import TrainCLI as TrainCLI
     from .trainer.datamodule import DataModule as DataModule
     from .trainer.module import TrainModule as TrainModule
+    from .trainer.proof import prove_loop as prove_loop
     from .trainer.proof import prove_resume as prove_resume
     from .trainer.trainer import Trainer as Trainer
     from .strategies.data.shards import SeedableRandomSampler as SeedableRandomSampler

@@ -242,6 +242,8 @@ class FitLoop:
         if due and not last and progress.validated != progress.batches:
             self.validate()
         self.metrics.begin("train", batchwise=True)
+        if known and progress.batch:
+            self.loader.set_epoch(progress.epoch + 1)  # as an iteration leaves it that comes to its end
         return known  # of an iterable only the loader knows, and its data set has to come to its end
 
     def _unfinished_epoch(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +23,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 20
 
 
+class Seen(BaseException):
+    """A witness has seen enough: ends the run, past everything that catches errors."""
+
+
 class Witness:
     """Sees a fit until a step; ``parts`` are its callbacks, one before and one after all others.
 
-    At the step ``until`` it saves ``checkpoint`` (if one is wanted) and ends the process, as an interruption would.
+    At the step ``until`` it saves ``checkpoint`` (if one is wanted) and ends the run by ``Seen``.
     """
 
     def __init__(self, path: Path, *, until: int, checkpoint: Path | None) -> None:
@@ -93,21 +95,18 @@ class Witness:
             self._note(f"the weight {name}", tensor)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, optimizer in enumerate(trainer.optimizers):
-            inner = getattr(optimizer, "optimizer", optimizer)
-            for parameter, state in inner.state.items():
-                self._note(f"the state of optimizer {index} for {names.get(id(parameter), 'a tensor')}", state)
-            groups = [{key: v for key, v in group.items() if key != "params"} for group in inner.param_groups]
-            self._note(f"the settings of optimizer {index}", groups)
+            for title, state in states_of(optimizer, index, names):
+                self._note(title, state)
         for index, config in enumerate(trainer.lr_scheduler_configs):
             self._note(f"the state of scheduler {index}", config.scheduler.state_dict())
 
     def _finish(self, trainer: Trainer) -> None:
         self._file.flush()
         if self.checkpoint is None:
-            _leave()
-        elif not self._asked:
+            raise Seen
+        if not self._asked:
             self._asked = True
-            trainer.save_checkpoint(self.checkpoint, then=_leave)
+            trainer.save_checkpoint(self.checkpoint, then=_enough)
 
     def _note(self, name: str, value: Any) -> None:
         """Keep a digest under a name; a second value of that name (a module called twice) joins it."""
@@ -116,6 +115,15 @@ class Witness:
             number += 1
             title = f"{name}, call {number}"
         self._seen[title] = digest(value)
+
+
+def states_of(optimizer: Any, index: int, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+    """Yield (title, value) of what an optimizer holds; ``names`` are those of parameters by their ids."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for parameter, state in inner.state.items():
+        yield f"the state of optimizer {index} for {names.get(id(parameter), 'a tensor')}", state
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    yield f"the settings of optimizer {index}", groups
 
 
 def digest(value: Any) -> str:
@@ -168,7 +176,5 @@ def _is_plain(value: Any, depth: int) -> bool:
     return isinstance(value, (list, tuple)) and all(_is_plain(item, depth + 1) for item in value)
 
 
-def _leave() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+def _enough() -> None:
+    raise Seen

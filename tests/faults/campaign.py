@@ -26,7 +26,7 @@ from drivetrain.tests.faults.killing import CLOCK
 from drivetrain.tests.faults.runs import RUNS, Run, plain
 
 SEED = 20_260_131
-AGAIN = 0.35  # how often a run that goes on is killed once more
+AGAIN = 0.6  # how often a run that goes on is killed once more
 _MEMORY = Path("/dev/shm")  # what a killed process has handed to the system is there without waiting for a disk
 
 

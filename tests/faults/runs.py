@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torchmetrics
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from drivetrain import Accelerator, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProjectConfiguration
 from drivetrain import Trainer, TrainModule
@@ -22,7 +22,7 @@ from drivetrain.strategies import random as randomness
 from drivetrain.strategies.checkpoint import Checkpoint, encode
 from drivetrain.tests.faults.killing import CLOCK, Early, Late
 
-SAMPLES = 29  # in batches of 3: the last batch and the last window are short, also on 2 ranks
+SAMPLES = 17  # in batches of 3: the last batch and the last window are short, also on 2 ranks
 
 
 class Noisy(Dataset):
@@ -51,14 +51,16 @@ class Still(Noisy):
 
 
 class Flow(IterableDataset):
-    """The samples in an order that is drawn anew each time; tells its place, and goes on there."""
+    """The samples in an order that is drawn anew each time, shared among workers; tells its place, and goes on there."""
 
     def __init__(self) -> None:
         self.epoch = self.position = 0
 
     def __iter__(self) -> Any:
+        worker = get_worker_info()
         order = random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)
-        while self.position < SAMPLES:
+        order = order[worker.id :: worker.num_workers] if worker else order
+        while self.position < len(order):
             CLOCK.tick("fetch")
             self.position += 1
             yield torch.tensor([order[self.position - 1] / 10, torch.rand(()).item(), np.random.rand(), 1.0])
@@ -92,6 +94,7 @@ class Net(TrainModule):
         loss = functional.mse_loss(found, wanted)
         self.error(found, wanted)
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("middle", found.detach().mean(), reduce_fx=torch.median, on_step=False, on_epoch=True)
         self.log("error", self.error, on_step=False, on_epoch=True)
         CLOCK.tick("training_step")
         return loss
@@ -114,6 +117,14 @@ class Watched(Net):
     """The same with a scheduler that follows the validation."""
 
     plateau = True
+
+
+class Overflowing(Net):
+    """The same under a loss scaler, with gradients that overflow now and then: such steps are skipped."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1e30 if batch_idx % 5 == 2 else 1.0)
 
 
 class Duel(Net):
@@ -160,6 +171,7 @@ def train(
                       enable_model_summary=False, **settings)  # fmt: skip
     module = kind()
     trainer.fit(module, loader, [DataLoader(Still(5), 2), DataLoader(Still(3), 2)], resume="last")
+    assert kind is not Overflowing or trainer.accelerator.skipped_steps
     return ended(trainer, module) if trainer.is_global_zero else {"weights": _copied(module.state_dict())}
 
 
@@ -181,37 +193,43 @@ def ended(trainer: Trainer, module: TrainModule) -> dict[str, Any]:
     }
 
 
-def raw(*, workers: int = 0, accumulation: int = 1) -> dict[str, Any]:
-    """The same by a loop of one's own: save_state, load_state, skip_first_batches."""
+def raw(*, workers: int = 0, accumulation: int = 1, precision: str = "no", loaders: int = 1) -> dict[str, Any]:
+    """The same by a loop of one's own: save_state, load_state, skip_first_batches; with several loaders side by side."""
     randomness.set_seed(5)
     project = ProjectConfiguration(project_dir=".", automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=accumulation,
+                              mixed_precision=precision)  # fmt: skip
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
-    loader = DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=workers)
-    model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    data = [DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=workers) for _ in range(loaders)]
+    model, optimizer, scheduler, *data = accelerator.prepare(net, optimizer, scheduler, *data)
     place = {"epoch": 0, "batch": 0}
     if any(Path("checkpoints").glob("checkpoint_*")):
         place = accelerator.load_state()["place"]
     for epoch in range(place["epoch"], 2):
         skipped = place["batch"] if epoch == place["epoch"] else 0
-        loader.set_epoch(epoch)
-        rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
-        for index, batch in enumerate(rest, start=skipped):
+        for loader in data:
+            loader.set_epoch(epoch)
+        rest = [accelerator.skip_first_batches(loader, skipped) if skipped else loader for loader in data]
+        for index, batches in enumerate(zip(*rest), start=skipped):
             CLOCK.tick("training_step")
             with accelerator.accumulate(model):
-                accelerator.backward(functional.mse_loss(model(batch), batch[:, 0].sin()))
+                losses = [functional.mse_loss(model(batch), batch[:, 0].sin()) for batch in batches]
+                accelerator.backward(sum(losses) * (1e30 if precision == "fp16" and index % 5 == 2 else 1.0))
                 optimizer.step()
                 CLOCK.tick("training_step")
                 scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 accelerator.save_state(metadata={"place": {"epoch": epoch, "batch": index + 1}})
+    if not accelerator.is_main_process:  # whose own running statistics nobody needs: DDP brings the first rank's
+        return {"weights": _copied(dict(net.named_parameters()))}
     return {
         "weights": _copied(net.state_dict()),
         "optimizers": optimizer.state_dict(),
         "schedulers": scheduler.state_dict(),
+        "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "random": randomness.capture(),
         "files": sorted(str(path) for path in Path("checkpoints").rglob("*")),
         "checkpoints": {path.name: _content(path) for path in sorted(Path("checkpoints").iterdir())},
@@ -219,7 +237,7 @@ def raw(*, workers: int = 0, accumulation: int = 1) -> dict[str, Any]:
 
 
 def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 def _content(path: Path) -> Any:
@@ -275,13 +293,16 @@ RUNS: dict[str, Run] = {
     "windows": Run(partial(train, callbacks=_each_step, accumulate_grad_batches=4)),
     "workers and windows": Run(partial(train, callbacks=_each_step, workers=2, accumulate_grad_batches=4)),
     "iterable": Run(partial(train, data=Flow)),
-    "iterable and workers": Run(partial(train, data=Flow, workers=1)),
+    "iterable and workers": Run(partial(train, data=Flow, workers=2)),
     "manual": Run(partial(train, Duel)),
     "stopping": Run(partial(train, Watched, callbacks=_stopping, val_check_interval=0.4, max_epochs=3)),
+    "scaler": Run(partial(train, Overflowing, precision="16-mixed", callbacks=_each_step)),
     "loop": Run(raw),
     "loop with workers and windows": Run(partial(raw, workers=2, accumulation=4)),
+    "loop with a scaler and two loaders": Run(partial(raw, precision="fp16", loaders=2)),
+    "loop on two ranks": Run(raw, ranks=2),
     "two ranks": Run(train, ranks=2),
-    "two ranks with windows": Run(partial(train, Watched, callbacks=_stopping, accumulate_grad_batches=4), ranks=2),
+    "two ranks with windows": Run(partial(train, Watched, callbacks=_stopping, accumulate_grad_batches=2), ranks=2),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from drivetrain.tests.faults.campaign import Campaign
 from drivetrain.tests.faults.runs import RUNS
 
-POINTS = 18  # kills of each run
+POINTS = {1: 15, 2: 8}  # kills of each run, by its number of ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +24,18 @@ def killed() -> Iterator[Counter[str]]:
     print(f"\n{sum(places.values())} kills at {len(places)} kinds of places: {dict(places.most_common())}")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RUNS)
 def test_R1_R5_killed_anywhere_it_ends_the_same(name, killed):
     campaign = Campaign(name)
-    differences = campaign.kill(POINTS)
+    differences = campaign.kill(POINTS[RUNS[name].ranks])
     assert not differences, "\n".join(differences)
     killed.update(campaign.killed)
 
 
 def test_places_are_many():
     """Inside a window, during a validation, at an epoch's edge, at the system calls of a save."""
-    assert POINTS * len(RUNS) >= 200
+    assert sum(POINTS[run.ranks] for run in RUNS.values()) >= 200
     wanted = {"training_step", "fetch", "on_before_zero_grad", "validation_step", "on_validation_end",
               "on_train_epoch_end", "on_train_epoch_start", "on_save_checkpoint", "os.writev", "os.fsync", "os.rename",
               "on_fit_start", "on_fit_end", "teardown"}  # fmt: skip

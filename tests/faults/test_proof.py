@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain import Trainer, TrainModule, prove_resume
+from drivetrain import Accelerator, Trainer, TrainModule, prove_loop, prove_resume
+from drivetrain.strategies import random as randomness
 from drivetrain.tests.faults.runs import Duel, Flow, Net, Noisy, Still, Watched
 from drivetrain.tests.loop.models import Line, Numbers, quiet
 from drivetrain.trainer.cli.main import main
@@ -177,6 +179,89 @@ def test_errors_are_told():
         prove_resume(maker(Line), steps=1)
     with pytest.raises(ValueError, match="ends after 2"):
         prove_resume(maker(Line, max_steps=2), steps=9, interrupt_at=5)
+
+
+# Several processes
+
+
+class OneForgets(Forgetful):
+    """Only its second rank counts its steps in an attribute."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.done += self.trainer.global_rank
+        return Line.training_step(self, batch, batch_idx) * max(self.done, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+def test_two_processes_are_what_the_trainer_says(options):
+    proof = prove_resume(maker(Net, Noisy, devices=2, strategy="ddp", num_sanity_val_steps=1, **options), steps=6)
+    assert proof and "on 2 processes" in str(proof), proof
+    assert (proof.steps, proof.interrupted_at, proof.processes) == (6, 3, 2) and not list(Path().iterdir())
+
+
+def test_the_rank_that_hides_state_is_named():
+    proof = prove_resume(maker(OneForgets, devices=2, strategy="ddp"), steps=6)
+    assert not proof and "On rank 1: First it differs at" in str(proof) and "OneForgets.done: 3 → 0" in str(proof), proof
+
+
+def test_an_error_on_one_of_two_processes_is_told():
+    class Broken(Line):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_rank == 1:
+                raise KeyError("broken here")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="broken here"):
+        prove_resume(maker(Broken, devices=2, strategy="ddp"), steps=4)
+
+
+# Loops of one's own
+
+
+def loop(proof, *, forgets=False):
+    """Train for two epochs as the documentation of save_state shows it."""
+    randomness.set_seed(5)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+    data = DataLoader(Noisy(), batch_size=3, shuffle=True)
+    model, optimizer, data, scheduler = accelerator.prepare(net, optimizer, data, scheduler)
+    place = proof.resume(accelerator) or {"epoch": 0, "batch": 0}
+    place = {"epoch": place["epoch"], "batch": 0} if forgets else place
+    for epoch in range(place["epoch"], 2):
+        done = place["batch"] if epoch == place["epoch"] else 0
+        data.set_epoch(epoch)
+        for index, batch in enumerate(accelerator.skip_first_batches(data, done), start=done):
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(batch), batch[:, 0].sin())
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                proof.step(accelerator, batch, loss, place={"epoch": epoch, "batch": index + 1})
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loop_of_ones_own_passes(processes):
+    steps = 5 if processes == 1 else 3
+    proof = prove_loop(loop, steps=steps, processes=processes)
+    assert proof and (proof.steps, proof.interrupted_at, proof.processes) == (steps, steps // 2, processes), proof
+    assert not list(Path().iterdir())
+
+
+def test_a_loop_that_forgets_its_place_is_named():
+    proof = prove_loop(partial(loop, forgets=True), steps=5)
+    assert not proof and "First it differs at the batch after step 2: the samples of the batch." in str(proof), proof
+
+
+def test_a_loop_has_to_begin_by_resuming():
+    def work(proof):
+        proof.step(Accelerator(cpu=True))
+
+    with pytest.raises(RuntimeError, match="proof.resume"):
+        prove_loop(work, steps=4)
 
 
 USER = '''
