@@ -19,6 +19,7 @@ from xxhash import xxh3_64
 from . import folders, manifest
 from .files import CheckpointError, HashingReader, reason, require_space, sync_folder
 from .format import Checkpoint
+from .tensor_file import Entry, read_header
 
 _BLOCK = 4 * 1024 * 1024
 _log = logging.getLogger(__name__)
@@ -47,11 +48,14 @@ def upload(directory: str | Path, url: str, *, storage_options: Mapping[str, Any
     return url
 
 
-def download(url: str, directory: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
+def download(
+    url: str, directory: str | Path, *, storage_options: Mapping[str, Any] | None = None, only: str | None = None
+) -> Path:
     """Copy the checkpoint at `url` into a new folder, verified; returns the folder, which appears when it is complete.
 
-    Raises CheckpointError, naming the place, where there is no complete checkpoint, a byte is not as its manifest
-    says, or something lies at `directory` already.
+    With `only` one file and the manifest come, and the file is verified when it is read. Raises CheckpointError, naming
+    the place, where there is no complete checkpoint, a byte is not as its manifest says, or something lies at
+    `directory` already.
     """
     directory = Path(os.path.abspath(directory))
     if os.path.lexists(directory) and not folders.is_empty(directory):
@@ -64,9 +68,9 @@ def download(url: str, directory: str | Path, *, storage_options: Mapping[str, A
     hidden = folders.claim(directory, "writing")
     try:
         with _told(f"copy {url} to {directory}"):
-            _fetch(system, root, hidden, [*contents["files"]])
+            _fetch(system, root, hidden, [*contents["files"]] if only is None else [only])
             (hidden / manifest.NAME).write_bytes(data)
-        Checkpoint.open(hidden)
+        Checkpoint.open(hidden, verify=only is None)
         _make_durable(hidden)
         folders.publish(hidden, directory)
     except BaseException:
@@ -91,6 +95,13 @@ def manifest_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     """Return the manifest of the checkpoint at `url`; raises CheckpointError where there is none, or no good one."""
     system, root = _place(url, storage_options)
     return _manifest(system, root, url)[0]
+
+
+def header_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Entry]:
+    """Return what tensors the safetensors file at `url` has; only its header is read."""
+    system, path = _place(url, storage_options)
+    with _told(f"read {url}"), system.open(path, "rb") as stream:
+        return read_header(_Stream(stream, url, system.size(path)))[0]
 
 
 def verify_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -140,6 +151,19 @@ def remove_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         with suppress(FileNotFoundError):  # stores of objects have no empty folders
             if not system.find(root):
                 system.rm(root, recursive=True)
+
+
+class _Stream:
+    """An open file of a file system, as `read_header` reads one."""
+
+    def __init__(self, stream: Any, url: str, size: int) -> None:
+        self._stream, self.path, self.size = stream, url, size
+
+    def take(self, count: int) -> bytes:
+        data: bytes = self._stream.read(count)
+        if len(data) < count:
+            raise CheckpointError(f"{self.path}: ends early.")
+        return data
 
 
 class _Absent(CheckpointError):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGE = 4 * 1024 * 1024
 _HUGE_PAGES = 14  # MADV_HUGEPAGE on Linux
 _PIECE = 64 * 1024 * 1024  # bytes; how much of a tensor is copied at once where it has to be
+
+
+class Readable(Protocol):
+    """A file that is read from its start; `take` returns the next bytes, or raises CheckpointError."""
+
+    path: Any
+    size: int
+
+    def take(self, count: int) -> bytes | bytearray: ...  # noqa: D102, E704
 
 
 @dataclass(frozen=True)
@@ -264,7 +273,7 @@ def _header(tensors: Mapping[str, Tensor], order: list[str], notes: Mapping[str,
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(file: HashingReader) -> tuple[list[Entry], dict[str, str]]:
+def read_header(file: Readable) -> tuple[list[Entry], dict[str, str]]:
     (length,) = struct.unpack("<Q", file.take(8))
     if not 2 <= length <= min(MAX_HEADER, file.size - 8):
         raise CheckpointError(f"{file.path}: is no safetensors file (a header of {length} bytes).")

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ...strategies.checkpoint import Checkpoint
 
 _FOREIGN = ("lightning", "accelerate")
 
@@ -54,46 +49,49 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from .inspection import described, overview, page, table
+    from .places import Place
 
-    if not _is_checkpoint(options.path):
-        rows = [overview(path) for path in _within(options.path)]
+    place = Place(options.path)
+    if not place.is_checkpoint():
+        rows = [overview(each) for each in place.within(unfinished=True)]
         print(json.dumps(rows, indent=1) if options.json else table(rows), end="\n" if options.json else "")
         return 0
-    found = described(_opened(options.path), every=options.all or options.json)
+    found = described(place, every=options.all or options.json)
     print(json.dumps(found, indent=1, default=str) if options.json else page(found), end="\n" if options.json else "")
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ...strategies.checkpoint import Checkpoint, CheckpointError
+    from .places import Place
 
-    paths = [Path(options.path)] if _is_checkpoint(options.path) else _within(options.path)
+    place = Place(options.path)
     problems = []
-    for path in paths:
-        try:
-            found = Checkpoint.open(path, verify=False).verify()
-        except CheckpointError as error:
-            found = [str(error)]
+    for each in [place] if place.is_checkpoint() else place.within():
+        found = each.problems()
         problems += found
-        print(f"{path}: {'whole' if not found else 'damaged'}")
+        print(f"{each}: {'whole' if not found else 'damaged'}")
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
     from .comparison import differences
+    from .places import Place
 
     lines = 0
-    for line in differences(_opened(options.a), _opened(options.b)):
-        print(line)
-        lines += 1
+    with Place(options.a).brought() as a, Place(options.b).brought() as b:
+        for line in differences(a, b):
+            print(line)
+            lines += 1
     if not lines:
         print("no difference")
     return 1 if lines else 0
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from ...strategies.checkpoint import load_weights, save_weights
+    from ...strategies.checkpoint import save_weights
+    from .places import Place
+    from .stems import content, weights
 
     if options.source is not None:
         from ..foreign_checkpoints import import_checkpoint
@@ -101,77 +99,50 @@ def _convert(options: argparse.Namespace) -> int:
         told = import_checkpoint(options.source, options.path, options.target)
         print(f"{options.target}: a checkpoint with {told}")
         return 0
-    if not _is_checkpoint(options.path):
+    place = Place(options.path)
+    if not place.is_checkpoint():
         raise ValueError(
             f"Expected a checkpoint of drivetrain. Received: {options.path}. Say --from lightning or --from accelerate "
             "for one of these."
         )
-    checkpoint = _opened(options.path, verify=True)
-    Path(options.target).mkdir(parents=True, exist_ok=True)
-    for stem in sorted({name.split(".")[0].split("-0")[0] for name in checkpoint.files if name.startswith("model")}):
-        weights = load_weights(checkpoint, name=stem)
-        names = save_weights(options.target, weights, name=stem, max_shard_size=options.max_shard_size)
-        print(f"{options.target}: {len(weights)} tensors in {', '.join(names)}")
+    with place.brought(verified=True) as checkpoint:
+        Path(options.target).mkdir(parents=True, exist_ok=True)
+        for stem in weights(checkpoint):
+            tensors = content(checkpoint, stem)
+            names = save_weights(options.target, tensors, name=stem, max_shard_size=options.max_shard_size)
+            print(f"{options.target}: {len(tensors)} tensors in {', '.join(names)}")
     return 0
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from ...strategies.checkpoint import remove
+    from .places import Place
 
     if options.keep < 1:
         raise ValueError(f"Expected a number of checkpoints to keep, at least 1. Received: --keep {options.keep}.")
+    folder = Place(options.path)
+    if folder.is_checkpoint():
+        raise ValueError(f"Expected a folder of checkpoints. Received: {folder}, which is one. Name the folder above.")
+    would = "would be removed" if options.dry_run else "removed"
     whole = []
-    for path in _within(options.path):
-        checkpoint = _opened(path)
-        problems = checkpoint.verify()
+    for place in folder.within():
+        problems = place.problems()
         if problems:
-            print(f"{path}: damaged, and left where it is ({problems[0]})", file=sys.stderr)
+            print(f"{place}: damaged, and left where it is ({problems[0]})", file=sys.stderr)
         else:
-            step = checkpoint.manifest.get("step")
-            whole.append((-1 if step is None else step, checkpoint.manifest["time"], path))
-    linked = {Path(os.path.realpath(entry)) for entry in Path(options.path).iterdir() if entry.is_symlink()}
-    for _, _, path in sorted(whole)[: -options.keep]:
-        if path.resolve() in linked:
-            print(f"{path}: kept, since a link points to it")
+            step = place.manifest().get("step")
+            whole.append((-1 if step is None else step, place.manifest()["time"], str(place), place))
+    for *_, place in sorted(whole, key=lambda row: row[:3])[: -options.keep]:
+        if place.linked():
+            print(f"{place}: kept, since a link points to it")
             continue
         if not options.dry_run:
-            remove(path)
-        print(f"{path}: {'would be removed' if options.dry_run else 'removed'}")
+            place.remove()
+        print(f"{place}: {would}")
+    for left in folder.leftovers():
+        if not options.dry_run:
+            left.remove()
+        print(f"{left}: {would}, {left.unfinished()}")
     return 0
-
-
-def _is_checkpoint(path: str | Path) -> bool:
-    from ...strategies.checkpoint.format import MANIFEST
-
-    if not os.path.isdir(path):
-        imported = "a file. Import one of Lightning by: convert FILE TARGET --from lightning"
-        what = imported if os.path.exists(path) else ""
-        raise ValueError(
-            f"Expected the folder of a checkpoint, or of several. Received: {path}, {what or 'which is not there'}."
-        )
-    return os.path.lexists(Path(path) / MANIFEST)
-
-
-def _within(folder: str | Path) -> list[Path]:
-    """Return the checkpoints in a folder, damaged ones too; raises ValueError where there is none."""
-    found = list(_candidates(Path(folder)))
-    if not found:
-        raise ValueError(
-            f"Expected checkpoints. Received: {folder}, which has no manifest.json and holds no folder that has."
-        )
-    return found
-
-
-def _candidates(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".") and _is_checkpoint(entry):
-            yield entry
-
-
-def _opened(path: str | Path, *, verify: bool = False) -> Checkpoint:
-    from ...strategies.checkpoint import Checkpoint
-
-    return Checkpoint.open(path, verify=verify)
 
 
 _ACTIONS = {"inspect": _inspect, "verify": _verify, "diff": _diff, "convert": _convert, "prune": _prune}

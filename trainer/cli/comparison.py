@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...strategies.checkpoint import Checkpoint, decode
+from ...strategies.checkpoint import Checkpoint
+from .stems import content, stems
 
 _ASIDE = ("files", "checksum", "time", "versions")
 _CLOCKS = ("elapsed",)  # seconds on a clock, of which no two runs have the same
@@ -18,14 +19,12 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     """Yield one line for each difference; raises CheckpointError for damage in what is read."""
     mine, other = ({key: value for key, value in c.manifest.items() if key not in _ASIDE} for c in (a, b))
     yield from values(mine, other, "")
-    stems = [name.rpartition(".")[0] for checkpoint in (a, b) for name in checkpoint.files]
-    for stem in dict.fromkeys(stems):
-        names = [f"{stem}.{ending}" for ending in ("json", "safetensors")]
-        lacks = [c.directory for c in (a, b) if not any(map(c.has, names))]
-        if lacks:
-            yield f"{stem}: only in {(b if lacks[0] == a.directory else a).directory}"
+    there = [stems(checkpoint) for checkpoint in (a, b)]
+    for stem in dict.fromkeys([*there[0], *there[1]]):
+        if not all(stem in found for found in there):
+            yield f"{stem}: only in the {'first' if stem in there[0] else 'second'}"
             continue
-        yield from values(_content(a, stem), _content(b, stem), stem)
+        yield from values(content(a, stem), content(b, stem), stem)
 
 
 def values(a: Any, b: Any, path: str) -> Iterator[str]:
@@ -63,11 +62,6 @@ def _tensors(a: Tensor, b: Tensor, path: str) -> Iterator[str]:
         f"{path}: {changed:,} of {a.numel():,} elements differ, by {float(apart.max()):.3g} at most "
         f"({float(apart.max()) / size:.2g} of the largest)"
     )
-
-
-def _content(checkpoint: Checkpoint, stem: str) -> Any:
-    tensors = checkpoint.tensors(f"{stem}.safetensors") if checkpoint.has(f"{stem}.safetensors") else {}
-    return decode(checkpoint.json(f"{stem}.json"), tensors) if checkpoint.has(f"{stem}.json") else tensors
 
 
 def _short(value: Any) -> str:

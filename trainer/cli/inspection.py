@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 from typing import Any
 
-from ...strategies.checkpoint import Checkpoint, CheckpointError
-from ...strategies.checkpoint.files import HashingReader
-from ...strategies.checkpoint.tensor_file import read_header
+import torch
+
+from ...strategies.checkpoint import CheckpointError
+from .places import Place
 
 _FIELDS = {
     "step": "step",
@@ -22,30 +23,32 @@ _FIELDS = {
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def described(checkpoint: Checkpoint, *, every: bool) -> dict[str, Any]:
+def described(place: Place, *, every: bool) -> dict[str, Any]:
     """Return what a checkpoint holds; the tensors of weights, or of ``every`` file."""
-    manifest = checkpoint.manifest
-    names = [name for name in checkpoint.files if name.endswith(".safetensors")]
-    shown = [name for name in names if every or name.startswith("model")]
+    manifest = place.manifest()
+    names = [name for name in manifest["files"] if name.endswith((".safetensors", ".shards.json"))]
+    shown = [name for name in names if (every or name.startswith("model")) and ".shard-" not in name]
     return {
-        "path": str(checkpoint.directory),
+        "path": str(place),
         **{key: manifest.get(key) for key in _FIELDS},
         "versions": manifest.get("versions"),
         "hparams": manifest.get("hparams") or {},
         "datamodule_hparams": manifest.get("datamodule_hparams") or {},
-        "files": {name: record["size"] for name, record in checkpoint.files.items()},
-        "tensors": {name: _tensors(checkpoint, name) for name in shown},
+        "files": {name: record["size"] for name, record in manifest["files"].items()},
+        "tensors": {name: _tensors(place, name) for name in shown},
     }
 
 
-def overview(path: Path) -> dict[str, Any]:
+def overview(place: Place) -> dict[str, Any]:
     """Return one row about a checkpoint of a folder, whatever state it is in."""
+    if state := place.unfinished():
+        return {"path": str(place), "problem": state}
     try:
-        checkpoint = Checkpoint.open(path, verify=False)
+        manifest = place.manifest()
     except CheckpointError as error:
-        return {"path": str(path), "problem": str(error)}
-    size = sum(record["size"] for record in checkpoint.files.values())
-    return {"path": str(path), **{key: checkpoint.manifest.get(key) for key in ("step", "epoch", "time")}, "size": size}
+        return {"path": str(place), "problem": str(error)}
+    size = sum(record["size"] for record in manifest["files"].values())
+    return {"path": str(place), **{key: manifest.get(key) for key in ("step", "epoch", "time")}, "size": size}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -84,16 +87,26 @@ def size_text(size: int) -> str:
     return f"{number:.1f} {_UNITS[unit]}" if unit else f"{size} B"
 
 
-def _tensors(checkpoint: Checkpoint, name: str) -> dict[str, dict[str, Any]]:
-    with HashingReader(checkpoint.directory / name) as file:
-        entries, _ = read_header(file)
+def _tensors(place: Place, name: str) -> dict[str, dict[str, Any]]:
+    if name.endswith(".shards.json"):  # in parts by rank: the whole tensors are told
+        return {key: _whole(record) for key, record in place.json(name)["tensors"].items()}
     return {
         entry.name: {
             "dtype": str(entry.dtype).removeprefix("torch."),
             "shape": list(entry.shape),
             "bytes": entry.stop - entry.start,
         }
-        for entry in entries
+        for entry in place.header(name)
+    }
+
+
+def _whole(record: dict[str, Any]) -> dict[str, Any]:
+    dtype = getattr(torch, record["dtype"])
+    return {
+        "dtype": record["dtype"],
+        "shape": record["shape"],
+        "bytes": math.prod(record["shape"]) * dtype.itemsize,
+        "parts": len(record["parts"]),
     }
 
 

@@ -7,11 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from drivetrain import ModelCheckpoint
 from drivetrain.strategies.checkpoint import Checkpoint, CheckpointError, Writer, load_weights, save_weights
+from drivetrain.strategies.checkpoint.remote import upload
+from drivetrain.strategies.checkpoint.sharded import save_sharded, save_sharded_state
+from drivetrain.strategies.world import current
+from drivetrain.tests.distributed import run
 from drivetrain.tests.loop.models import Line, loader, quiet
+from drivetrain.tests.strategies.checkpoint.samples import forked
 from drivetrain.trainer.cli.main import main
 from safetensors.torch import load_file
 
@@ -183,7 +189,7 @@ def test_convert_from_accelerate(capsys, safe):
             save_weights("state", weights, name=f"model{name}")
         else:
             torch.save(weights, f"state/pytorch_model{name}.bin")
-    Path("state/random_states_0.pkl").write_bytes(b"not read")
+    Path("state/sampler.bin").write_bytes(b"not read")
     told(capsys, "convert", "state", "imported", "--from", "accelerate")
     checkpoint = Checkpoint.open("imported")
     assert [load_weights(checkpoint, name=n)["w"].tolist() for n in ("model", "model_1")] == [[2.0] * 2, [3.0] * 2]
@@ -235,3 +241,89 @@ def test_a_checkpoint_of_another_version_is_an_error_not_a_crash(capsys):
     with pytest.raises(CheckpointError):
         Checkpoint.open(path.parent)
     assert "format_version" in told(capsys, "inspect", path.parent, code=1)
+
+
+def test_an_unfinished_save_is_told_and_pruned(capsys):
+    """What a killed process left: half written beside its place, half removed, held for a copy."""
+    trained(2)
+
+    def unfinished():
+        from drivetrain.strategies.checkpoint import folders
+
+        for kind in ("writing", "removing", "copying"):
+            folders.claim(C / f"checkpoint-{kind}", kind).mkdir()
+            next(path for path in C.iterdir() if kind in path.name).joinpath("model.safetensors").write_bytes(b"half")
+
+    assert forked(unfinished) == 0
+    text = told(capsys, "inspect", C)
+    assert text.count("whose process has ended") == 3 and "an unfinished save of checkpoint-writing" in text
+    left = next(path for path in C.iterdir() if "writing" in path.name)
+    for action in ("inspect", "verify"):
+        assert "an unfinished save of checkpoint-writing, whose process has ended" in told(capsys, action, left, code=1)
+    assert "whole" in told(capsys, "verify", C)
+    assert told(capsys, "prune", C, "--keep", 5, "--dry-run").count("would be removed") == 3 and left.exists()
+    assert told(capsys, "prune", C, "--keep", 5).count(": removed, ") == 3
+    assert sorted(path.name for path in C.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@pytest.fixture
+def memory():
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+
+
+def test_copies_at_another_place_are_dealt_with_by_their_url(capsys, memory):
+    trained(3)
+    for path in sorted(C.iterdir()):
+        upload(path, f"memory://run/{path.name}")
+    here, there = C / "checkpoint-000002", "memory://run/checkpoint-000002"
+    for options in ((), ("--all",)):
+        assert told(capsys, "inspect", there, *options).splitlines()[1:] == told(
+            capsys, "inspect", here, *options
+        ).splitlines()[1:]  # fmt: skip
+    assert told(capsys, "inspect", "memory://run").count(" step ") == 3
+    assert "whole" in told(capsys, "verify", there) and told(capsys, "diff", here, there) == "no difference\n"
+    told(capsys, "convert", there, "plain")
+    assert set(load_file("plain/model.safetensors")) == {"layer.weight", "layer.bias"}
+    data = bytearray(memory.cat_file("/run/checkpoint-000001/training.json"))
+    data[5] ^= 1
+    memory.pipe_file("/run/checkpoint-000001/training.json", bytes(data))
+    text = told(capsys, "verify", "memory://run", code=1)
+    assert text.count(": whole\n") == 2 and "memory://run/checkpoint-000001/training.json: is damaged" in text
+    assert "checkpoint-000001: damaged" in told(capsys, "prune", "memory://run", "--keep", 1)
+    assert sorted(memory.ls("/run", detail=False)) == ["/run/checkpoint-000001", "/run/checkpoint-000003"]
+    for action in ("inspect", "verify"):
+        assert "memory://nowhere: has no manifest.json" in told(capsys, action, "memory://nowhere", code=1)
+
+
+def test_parts_by_rank_are_told_compared_and_converted_as_whole_tensors(capsys):
+    """What a sharded strategy writes, beside the same state whole."""
+    weight, moment = torch.arange(12.0).reshape(4, 3), torch.ones(4, 3)
+
+    def job(rank):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,))
+        part = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in (("w", weight), ("m", moment))}
+        with Writer("parts", world=current()) as writer:
+            save_sharded(writer, {"w": part["w"]}, stem="model")
+            save_sharded_state(writer, "optimizer-0", {"state": {"w": {"exp_avg": part["m"]}}})
+            writer.commit({"step": 3, "world_size": 2})
+
+    run(job, 2)
+    with Writer("whole") as writer:
+        save_weights(writer, {"w": weight})
+        writer.state("optimizer-0", {"state": {"w": {"exp_avg": moment}}})
+        writer.commit({"step": 3, "world_size": 2})
+    words = " ".join(told(capsys, "inspect", "parts", "--all").split())
+    assert "w float32 [4, 3] 48 B" in words and "optimizer-0.state.w.exp_avg float32 [4, 3] 48 B" in words
+    assert told(capsys, "diff", "parts", "whole") == "no difference\n" and "whole" in told(capsys, "verify", "parts")
+    told(capsys, "convert", "parts", "plain")
+    assert torch.equal(load_file("plain/model.safetensors")["w"], weight)
+    damage(Path("parts/model.shard-00001.safetensors"))
+    for command in (("verify", "parts"), ("diff", "parts", "whole"), ("convert", "parts", "other")):
+        assert "model.shard-00001.safetensors: is damaged" in told(capsys, *command, code=1)
