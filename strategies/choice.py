@@ -156,7 +156,7 @@ def _check_launch(plugins: list[Any]) -> None:
 
 
 def _not_as_launched(given: str) -> ValueError:
-    launched = [one if one.startswith("ACCELERATE_") else f"ACCELERATE_{one}" for one in _LAUNCHED if environment.flag(one)]
+    launched = [f"ACCELERATE_{one.removeprefix('ACCELERATE_')}" for one in _LAUNCHED if environment.flag(one)]
     said = environment.sources()
     shown = ", ".join(f"{name}=true ({said[name]})" if name in said else f"{name}=true" for name in launched)
     return ValueError(f"Expected the engine of the launch. Received: {given}, and {shown}. Set it in one place.")

@@ -19,6 +19,7 @@ _SAGEMAKER = ("NO", "DATA_PARALLEL", "MODEL_PARALLEL")
 _DEEPSPEEDS = ("gradient_accumulation_steps", "gradient_clipping")  # stand in that engine's section
 _VERSION_1 = {"fsdp_sharding_strategy", "fsdp_use_orig_params", "fsdp_forward_prefetch", "fsdp_sync_module_states",
               "fsdp_backward_prefetch"}  # fmt: skip
+_VERSION_2 = {"fsdp_reshard_after_forward", "fsdp_activation_checkpointing_offload"}
 _WRITTEN = {  # what Accelerate writes into every file of a machine
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "downcast_bf16": False,
     "enable_cpu_affinity": False, "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no",
@@ -178,7 +179,7 @@ def _fsdp(name: str) -> Callable[[Answers], bool]:
             return False
         if name in policies:
             return answers["fsdp_auto_wrap_policy"] == policies[name]
-        version = "1" if name in _VERSION_1 else "2" if name == "fsdp_reshard_after_forward" else None
+        version = "1" if name in _VERSION_1 else "2" if name in _VERSION_2 else None
         return version in (None, answers.get("fsdp_version"))
 
     return asked

@@ -155,7 +155,7 @@ def check(launch: Launch) -> None:
     if sagemaker.is_asked_for(launch):
         return sagemaker_options.check(launch)
     if launch["aws_access_key_id"]:
-        raise UsageError("Expected AWS's keys for SageMaker. Received: them alone. Set compute_environment in the file.")
+        raise UsageError("Expected AWS's keys for SageMaker. Received: them alone. Set compute_environment.")
     check_engines(launch)
     _check_program(launch)
 

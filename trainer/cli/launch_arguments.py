@@ -21,7 +21,7 @@ _SHORT = {"m": "module", "q": "quiet", "h": "help", "t": "tee"}
 _ELSEWHERE = {"main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT", "machine_rank": "NODE_RANK"}
 _TITLES = {"": "processes and training:", "dynamo_config": "compilation:", "fsdp_config": "FSDP:",
            "deepspeed_config": "DeepSpeed:", "megatron_lm_config": "Megatron-LM:", "parallelism_config": "parallelism:",
-           "fp8_config": "fp8:", "ddp_config": "DDP, and process groups of every engine:", "mpirun_config": "MPI:"}  # fmt: skip
+           "fp8_config": "fp8:", "ddp_config": "DDP, and every process group:", "mpirun_config": "MPI:"}  # fmt: skip
 
 
 @dataclass(frozen=True)

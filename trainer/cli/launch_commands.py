@@ -45,7 +45,7 @@ def mpirun(launch: Launch, program: Sequence[str], *, local: int, variables: Map
 
 
 def deepspeed_launcher(launch: Launch) -> str | None:
-    """Return which of DeepSpeed's own launchers is asked for: pdsh, openmpi, …; None where torchrun's agent does it."""
+    """Return which of DeepSpeed's launchers is asked for: pdsh, openmpi, …; None where torchrun's agent does it."""
     if launch["num_machines"] == 1 or "DeepSpeed" not in used_engines(launch):
         return None
     named = launch["deepspeed_multinode_launcher"] or ("pdsh" if launch["deepspeed_hostfile"] else "standard")
@@ -56,7 +56,7 @@ def deepspeed(launch: Launch, *, local: int) -> list[str]:
     """Return the command by which DeepSpeed's launcher starts the program on all hosts of its hostfile."""
     name, switches = deepspeed_launcher(launch), launch.command.switches
     if not launch["deepspeed_hostfile"]:
-        raise UsageError(f"Expected a hostfile for DeepSpeed's launcher {name}. Received: none. Set deepspeed_hostfile.")
+        raise UsageError(f"Expected a hostfile for DeepSpeed's launcher {name}. Received: none. Set it.")
     words = ["deepspeed", "--hostfile", launch["deepspeed_hostfile"]]
     alone = ["--node_rank", str(launch["machine_rank"]), "--no_ssh"]
     words += alone if name == "nossh" else ["--no_local_rank", "--launcher", str(name)]

@@ -1,4 +1,4 @@
-"""`drivetrain merge-weights`: weights in many pieces become one Hugging Face checkpoint, one tensor in memory at a time."""
+"""`drivetrain merge-weights`: weights in many pieces become one Hugging Face checkpoint, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(command: str, args: Sequence[str]) -> int:
     parser.add_argument("checkpoint_directory", help="a checkpoint, or a folder of sharded weights")
     parser.add_argument("output_path", help="the folder for model.safetensors, or for its shards and their index")
     parser.add_argument("--max_shard_size", "--max-shard-size", default="10GB", help="a file's limit (default: 10GB)")
-    parser.add_argument("--foreign", action="store_true", help="read the index of torch's sharded checkpoints, a pickle")
+    parser.add_argument("--foreign", action="store_true", help="read the index of torch's checkpoints, a pickle")
     parser.add_argument("--unsafe_serialization", action="store_true", help="Accelerate's .bin files: refused here")
     parser.add_argument("--remove_checkpoint_dir", "--remove-checkpoint-dir", action="store_true",
                         help="remove the checkpoint when the merged one is there")  # fmt: skip

@@ -62,7 +62,7 @@ def request(launch: Launch, name: str, *, bucket: str, role: str) -> dict[str, A
         **_network(given),
         "CheckpointConfig": _checkpoints(given),
         "Tags": _tags(given),
-        "RetryStrategy": {"MaximumRetryAttempts": given["max_retry_attempts"]} if "max_retry_attempts" in given else None,
+        "RetryStrategy": {"MaximumRetryAttempts": given.get("max_retry_attempts")},
     }  # fmt: skip
     return _without_none(wanted)
 
@@ -162,7 +162,7 @@ def _toolkit(launch: Launch, given: dict[str, Any], name: str, region: str, sour
 
 
 def _started_by(distribution: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a `distribution`, as SageMaker's SDK has it: torchrun, DDP's launcher, MPI, smdistributed."""
+    """Return the settings of a `distribution`, as SageMaker's SDK has it: by torchrun, DDP, MPI or smdistributed."""
     found: dict[str, Any] = {}
     for kind, content in distribution.items():
         if kind in ("torch_distributed", "pytorchddp"):
@@ -307,7 +307,7 @@ def _waited(service: Any, name: str, *, poll: float = _POLL) -> int:
     if job["TrainingJobStatus"] == "Completed":
         print(f"Model: {job.get('ModelArtifacts', {}).get('S3ModelArtifacts', 'none')}")
         return 0
-    print(f"{job.get('FailureReason', 'No reason was given.')} Its output: CloudWatch, /aws/sagemaker/TrainingJobs, {name}.")
+    print(f"{job.get('FailureReason', 'No reason was given.')} Its log: /aws/sagemaker/TrainingJobs, CloudWatch.")
     return 1
 
 

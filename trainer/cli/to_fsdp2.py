@@ -46,7 +46,8 @@ def converted(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     # Accelerate's questionnaire writes the strategy's word for version 1 under the newer key
     word = old.get("fsdp_sharding_strategy") or old.get("fsdp_reshard_after_forward")
-    strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(str(word).upper(), str(word or "FULL_SHARD").upper())
+    name = str(word or "FULL_SHARD").upper()
+    strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(name, name)
     if strategy not in _RESHARD:
         raise UsageError(f"Expected a strategy that shards. Received: {strategy}. Use MULTI_GPU, which is DDP.")
     new = {name: value for name, value in values.items() if name not in {*_DROPPED, "fsdp_sharding_strategy"}}
