@@ -148,8 +148,11 @@ class CometMLTracker(GeneralTracker):
     def log_checkpoint(
         self, path: str | os.PathLike[str], aliases: Sequence[str] = (), step: int | None = None
     ) -> None:
-        """Log a checkpoint as a model; the value "checkpoint/<alias>" names it."""
-        self.experiment.log_model(Path(path).name, str(path), metadata={"step": step, "aliases": list(aliases)})
+        """Log a checkpoint as a model, offline as files; the value "checkpoint/<alias>" names it."""
+        if hasattr(self.experiment, "offline_directory"):  # an archive holds no models
+            self.log_artifacts(path, f"checkpoints/{Path(path).name}")
+        else:
+            self.experiment.log_model(Path(path).name, str(path), metadata={"step": step, "aliases": list(aliases)})
         for alias in aliases:
             self.experiment.log_other(f"checkpoint/{alias}", Path(path).name)
 

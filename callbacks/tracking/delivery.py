@@ -44,8 +44,8 @@ class Delivery:
         self.in_hand: deque[Entry] = deque()
         self.abandoned = False
         self._journal, self._lock, self._tell = journal, lock, tell
-        self._ledger = None if ledger is None or tracker.survives_kill else Journal(ledger)
-        self._open = self._down = False
+        self._ledger = None if ledger is None or tracker.survives_kill else Journal(ledger, header=journal.header)
+        self.is_open = self._down = False
         self._refusals = 0  # one after another
         self._seen: dict[str, Collection[int]] = {}  # by name, the steps that the run had before
         self._checks = tracker.resume_step is not None
@@ -56,7 +56,7 @@ class Delivery:
         """Open the run, and hand over what the journal holds of it."""
         try:
             self.tracker.start()
-            self._open = True
+            self.is_open = True
         except BaseException as error:
             self._down = True
             self._failed("start", error)
@@ -110,7 +110,7 @@ class Delivery:
             if finished and self._ledger is not None:
                 self._ledger.close()
                 self._ledger.path.unlink(missing_ok=True)
-            elif not finished and self._open and not self._journal.path.exists():
+            elif not finished and self.is_open and not self._journal.path.exists():
                 self._keep([Entry("finish", (), None, {}, time.time())])
             self._journal.close()
 
@@ -191,7 +191,7 @@ class Delivery:
     def _replay(self) -> None:
         """Hand over the journal's entries, and leave there what is refused again."""
         self._retry_at = None
-        if not self._open:
+        if not self.is_open:
             self.open()
             return
         was_down, checked = self._down, self._checks

@@ -55,7 +55,7 @@ class QueuedTracker(GeneralTracker):
         self._goes_on, self._origin = goes_on, dict(origin or {})
         self._stem = Path(journal_dir) / f"journal-{re.sub(r'[^A-Za-z0-9_.-]', '_', tracker.name)}{suffix}"
         self._journal = Journal(self._file(""), header=self._header)
-        self._overflow = Overflow(self._file(".waiting"))
+        self._overflow = Overflow(self._file(".waiting"), header=self._header)
         self._overflowing = False
         self._entries: deque[Entry] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -200,7 +200,8 @@ class QueuedTracker(GeneralTracker):
         with self._lock:
             waiting = [*self._delivery.in_hand, *self._entries.copy()]
             try:
-                replace(self._file(".pending"), (entry.line().decode() for entry in waiting))
+                lines = [self._journal.first_line(), *(entry.line().decode() for entry in waiting)]
+                replace(self._file(".pending"), lines)
             except OSError as error:
                 self._tell(f"What it has not taken could not be kept on disk: {error}.")
 

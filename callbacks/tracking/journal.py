@@ -55,7 +55,7 @@ class Journal:
 
     def __init__(self, path: Path, *, header: Callable[[], dict[str, Any]] | None = None) -> None:
         self.path = path
-        self._header = header
+        self.header = header
         self._file: io.FileIO | None = None
 
     def append(self, line: bytes) -> None:
@@ -64,8 +64,8 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = io.FileIO(self.path, "a")
         end = os.fstat(self._file.fileno()).st_size
-        if not end and self._header is not None:
-            line = self._first_line().encode() + line
+        if not end and self.header is not None:
+            line = self.first_line().encode() + line
         if self._file.write(line) != len(line):
             self._file.truncate(end)  # half a line would spoil the next one
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -73,7 +73,7 @@ class Journal:
     def beside(self, lines: Iterable[bytes]) -> Path:
         """Write what the journal shall hold into a file beside it; `lines` may read the journal meanwhile."""
         written = self.path.with_name(self.path.name + ".new")
-        replace(written, itertools.chain([self._first_line()], (line.decode() for line in lines)))
+        replace(written, itertools.chain([self.first_line()], (line.decode() for line in lines)))
         return written
 
     def replace_by(self, written: Path, *, empty: bool = False) -> None:
@@ -91,8 +91,9 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _first_line(self) -> str:
-        return json.dumps({"tracker": plain(self._header())}) + "\n" if self._header is not None else ""
+    def first_line(self) -> str:
+        """Return the line that says what the journal is for, "" where it has none."""
+        return json.dumps({"tracker": plain(self.header())}) + "\n" if self.header is not None else ""
 
 
 def lines(path: Path) -> Iterator[bytes]:
@@ -118,8 +119,8 @@ def header(path: Path) -> dict[str, Any]:
 class Overflow:
     """First in, first out on disk, for entries that came while a queue was full. Not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        self._journal = Journal(path)
+    def __init__(self, path: Path, *, header: Callable[[], dict[str, Any]] | None = None) -> None:
+        self._journal = Journal(path, header=header)
         self._reader: BinaryIO | None = None
         self._waiting = 0
 
@@ -131,6 +132,8 @@ class Overflow:
         self._journal.append(entry.line())
         if self._reader is None:
             self._reader = open(self._journal.path, "rb")
+            if self._journal.header is not None:
+                self._reader.readline()
         self._waiting += 1
 
     def take(self) -> bytes:

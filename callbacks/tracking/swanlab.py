@@ -19,8 +19,8 @@ class SwanLabTracker(GeneralTracker):
     """Tracks into a run of SwanLab; the native object is its `swanlab.Run`.
 
     `run_name` is the project, `kwargs` are those of `swanlab.init`. Nested values get names like "a/b". A run that goes
-    on does so under its own id; offline, its parts are in folders of their own. What SwanLab does to the terminal and
-    to measure the machine is off unless `settings` say otherwise.
+    on does so under its own id; offline, its parts are in folders of their own. What is printed is not taken, unless
+    `settings` say otherwise.
     """
 
     name = "swanlab"
@@ -38,7 +38,7 @@ class SwanLabTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Open the run."""
-        quiet = self._swanlab.Settings(interactive=False)
+        quiet = self._swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         options = {"project": self.run_name, "name": self.title, "settings": quiet, **self._options}
         if self.folder is not None and "log_dir" not in options and "logdir" not in options:
             options["log_dir"] = str(self.folder / "swanlog")
@@ -181,14 +181,14 @@ class SwanLabTracker(GeneralTracker):
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of an offline run's file as dicts; what is 0 is left out of them. A torn end is left out."""
+    """Yield the records of an offline run's file as dicts, in which zeros are missing; a torn end is left out."""
     from google.protobuf.json_format import MessageToDict
     from swanlab.proto.swanlab.record.v1 import record_pb2
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     reader = DataStoreReader()
-    reader.open(str(path))
     try:
+        reader.open(str(path))
         for data in reader:
             record = record_pb2.Record()  # type: ignore[attr-defined]
             record.ParseFromString(data)
@@ -202,7 +202,6 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 def steps(path: Path) -> Iterator[tuple[str, int]]:
     """Yield names and steps of the values in an offline run's file."""
     for record in records(path):
-        for content in record.values():
-            if isinstance(content, dict) and "key" in content and "value" in content or "scalar" in record:
-                yield str(content.get("key")), int(content.get("step", 0))
-
+        content = record.get("scalar") or record.get("media")
+        if content:
+            yield str(content["key"]), int(content.get("step", 0))

@@ -53,7 +53,10 @@ def start_trackers(
         tracker.folder, tracker.title = Path(where[1] or ".") / where[0], tracker.title or title
         tracker.run_id = tracker.run_id or (run_ids or {}).get(tracker.name)
         suffix = f"-rank-{rank}" if rank else ""
-        origin = {} if isinstance(item, GeneralTracker) else {"project": project_name, "options": _open(options, item)}
+        origin: dict[str, Any] = {}
+        if not isinstance(item, GeneralTracker):
+            place = [str(part) for part in where] if tracker.requires_logging_directory else [project_name]
+            origin = {"place": place, "options": _open(options, item)}
         feed = QueuedTracker(
             tracker, journal_dir=tracker.folder, timeout=timeout, suffix=suffix, origin=origin,
             goes_on=goes_on or resume_step is not None,

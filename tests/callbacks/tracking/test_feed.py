@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 
 import pytest
@@ -19,6 +21,7 @@ from drivetrain.callbacks.tracking.base import GeneralTracker
 from drivetrain.callbacks.tracking.delivery import GIVE_UP_AFTER
 from drivetrain.callbacks.tracking.feed import QueuedTracker
 from drivetrain.callbacks.tracking.trackers import finish_trackers, get_tracker, start_trackers
+from drivetrain.tests.distributed import run
 
 
 class Recorder(GeneralTracker):
@@ -132,7 +135,7 @@ def test_L6_a_full_queue_neither_blocks_nor_loses_nor_reorders(tmp_path):
     for step in range(1000):  # returns although the tracker takes nothing
         feed.log({"loss": step / 3}, step=step)
     waiting = tmp_path / "journal-recorder.waiting.jsonl"
-    assert 980 <= len(waiting.read_text().splitlines()) <= 990
+    assert 980 <= len(waiting.read_text().splitlines()) - 1 <= 990
     tracker.gate.set()
     for step in range(1000, 1500):
         feed.log({"loss": step / 3}, step=step)
@@ -226,8 +229,8 @@ def test_entries_carry_their_time_and_what_json_does_not_hold_as_text(tmp_path):
 
 def test_a_journal_grows_while_a_run_goes_on(tmp_path):
     for step in (1, 2):
-        feed = queued(Refusing({1, 2}), tmp_path, goes_on=True)
         with pytest.warns(RuntimeWarning):
+            feed = queued(Refusing({1, 2}), tmp_path, goes_on=True)
             feed.log({"loss": 1.0}, step=step)
             feed.finish()
     assert [entry[2] for entry in journalled(feed.journal)] == [1, 2]
@@ -235,13 +238,132 @@ def test_a_journal_grows_while_a_run_goes_on(tmp_path):
 
 def test_the_journal_of_another_run_is_put_aside(tmp_path):
     for step in (1, 2, 3):
-        feed = queued(Refusing({1, 2, 3}), tmp_path, origin={"project": f"p{step}"})
         with pytest.warns(RuntimeWarning):
+            feed = queued(Refusing({1, 2, 3}), tmp_path, origin={"project": f"p{step}"})
             feed.log({"loss": 1.0}, step=step)
             feed.finish()
     found = {path.name: [entry[2] for entry in journalled(path)] for path in tmp_path.iterdir()}
     assert found == {"journal-recorder-1.jsonl": [1], "journal-recorder-2.jsonl": [2], "journal-recorder.jsonl": [3]}
     assert journal.header(tmp_path / "journal-recorder-1.jsonl")["project"] == "p1"
+
+
+class Returning(Recorder):
+    """Refuses everything until it is back."""
+
+    def __init__(self):
+        super().__init__()
+        self.back = threading.Event()
+
+    def log(self, values, step=None, **kwargs):
+        if not self.back.is_set():
+            raise ConnectionError("no server")
+        super().log(values, step, **kwargs)
+
+
+def test_L6_a_tracker_that_comes_back_gets_its_journal_in_order(tmp_path):
+    tracker = Returning()
+    with pytest.warns(RuntimeWarning, match="no server") as caught:
+        feed = queued(tracker, tmp_path)
+        for step in range(20):
+            feed.log({"x": step}, step=step)
+        feed.flush(timeout=30)
+        assert [entry[2] for entry in journalled(feed.journal)] == list(range(20))
+        tracker.back.set()
+        deadline = time.monotonic() + 60
+        while feed.journal.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        feed.log({"x": 20}, step=20)
+        feed.finish()
+    assert len(caught) == 1 and list(tmp_path.iterdir()) == []
+    assert tracker.steps() == list(range(21))
+
+
+def test_L6_pictures_in_a_journal_are_whole(tmp_path):
+    tracker = Returning()
+    tracker.log_images = lambda values, step=None: tracker.log(values, step)
+    image = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2)
+    with pytest.warns(RuntimeWarning):
+        feed = queued(tracker, tmp_path)
+        feed.log_images({"image": image}, step=1)
+        feed.flush(timeout=30)
+        tracker.back.set()
+        feed.finish()
+    (logged,) = [call[1] for call in tracker.calls if call[0] == "log"]
+    assert logged["image"].tolist() == image.tolist() and list(tmp_path.iterdir()) == []
+
+
+class Asked(Recorder):
+    """Knows which steps its run has, and loses what it has in memory when the process is killed."""
+
+    survives_kill = False
+    before = (1, 2)
+
+    def logged_steps(self, name):
+        return self.before if name == "loss" else ()
+
+
+def test_L3_what_a_killed_process_had_sent_is_sent_again_unless_it_is_there(tmp_path):
+    child = os.fork()
+    if child == 0:
+        feed = queued(Asked(), tmp_path)
+        for step in range(1, 7):
+            feed.log({"loss": step / 8, "lr": 0.5}, step=step)
+        feed.flush(timeout=60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    tracker = Asked()
+    tracker.resume_step = 4
+    feed = queued(tracker, tmp_path, goes_on=True)
+    for step in (5, 6):
+        feed.log({"loss": step / 8, "lr": 0.5}, step=step)
+    feed.finish()
+    assert [call[1:3] for call in tracker.calls if call[0] == "log"] == [
+        ({"lr": 0.5}, 1), ({"lr": 0.5}, 2), *(({"loss": step / 8, "lr": 0.5}, step) for step in range(3, 7))
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_L6_a_full_disk_of_the_journal_is_told_once_and_ends_no_run(tmp_path):
+    def work(rank):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            feed = queued(Refusing(set(range(100))), tmp_path, capacity=5)
+            for step in range(100):
+                feed.log({"loss": step / 8}, step=step)
+            feed.finish()
+        return len(caught), [entry[2] for entry in journalled(feed.journal)]
+
+    ((told, kept),) = run(work, 1)
+    assert told == 1 and kept == list(range(len(kept))) and 0 < len(kept) < 10  # whole lines, as many as fit
+
+
+def test_what_a_tracker_has_nothing_for_is_told_once(tmp_path):
+    feed = queued(Recorder(), tmp_path)
+    with pytest.warns(RuntimeWarning, match="It has nothing for sound: what is given to log_audio is left out") as caught:
+        for step in range(3):
+            feed.log_audio({"a": [0.0]}, step=step)
+    feed.finish()
+    assert len(caught) == 1 and feed.wrapped.calls == [("start",), ("finish",)]
+    with pytest.raises(AttributeError):
+        _ = feed.log_nonsense
+
+
+def test_sigterm_in_a_loop_of_ones_own_finishes_the_trackers(tmp_path):
+    def work(rank):
+        child = os.fork()
+        if child == 0:
+            trackers = start_trackers("jsonl", "run", logging_dir=tmp_path)
+            for step in range(50):
+                trackers[0].log({"x": step}, step=step)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run(work, 1) == [-signal.SIGTERM]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines[:-1]] == list(range(50)) and lines[-1] == {"error": "stopped by SIGTERM"}
 
 
 def test_warnings_as_errors_end_no_run(tmp_path, capfd):
