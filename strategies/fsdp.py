@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from . import initial_weights, replaced_parameters, sharded_gradients, sharding, wrapping
 from .base import Settings, is_scheduler
 from .contexts import NOTHING
+from .deferred import Deferred, Recording
 from .environment import Placement
 from .fsdp_plugin import FullyShardedDataParallelPlugin
 from .gradients import GradientState
@@ -83,6 +84,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         if self._hybrid() and self.version == 2:
             self.name = "hsdp"
         self._replaced = replaced_parameters.Replaced()
+        self._recording = Recording()  # of modules that were built under `init_context`
         self._by_hand: sharding.Route | None = None
         self._replicated: list[torch.nn.Parameter] = []  # trained, and not sharded
 
@@ -154,6 +156,13 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
 
     # Preparing
 
+    def init_context(self) -> Any:
+        """New modules get the values of their weights as they are sharded: no rank ever holds a model whole."""
+        return Deferred(self._recording) if self._defers() else super().init_context()
+
+    def _defers(self) -> bool:
+        return type(self)._parallelize is FSDPStrategy._parallelize and self.version == 2
+
     def prepare(self, objects: tuple[Any, ...], one: Callable[[Any], Any]) -> list[Any]:
         """Models first: an optimizer's parameters are replaced as its model is sharded."""
         done = {id(obj): one(obj) for obj in objects if isinstance(obj, torch.nn.Module)}
@@ -171,7 +180,8 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
     ) -> torch.nn.Module:
         """Shards a model in place; the same object comes back. `evaluation` makes no difference: it is sharded, too."""
         before = replaced_parameters.named([model])
-        model = precision.prepare_model(model, evaluation=evaluation)
+        with Deferred(self._recording) if self._recording.storages else NOTHING:  # it may convert what has no memory yet
+            model = precision.prepare_model(model, evaluation=evaluation)
         self._parallelize(model)
         ignored = self.plugin.ignored_in(model)
         units = wrapping.units(model, self.plugin.policy_for(model), ignored=ignored)
@@ -196,7 +206,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         plugin, offload = self.plugin, self._offload()
         values = initial_weights.Values(
             model, self.world, function=plugin.param_init_fn, synchronize=plugin.sync_module_states is not False,
-            place=torch.device("cpu") if plugin.offloads else self.device,
+            place=torch.device("cpu") if plugin.offloads else self.device, recording=self._recording,
         )  # fmt: skip
         left_out = {id(p): p for module in ignored for p in module.parameters()}
         sharding.shard(

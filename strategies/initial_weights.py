@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import deferred
 from .checkpoint.pieces import rectangle, within
+from .deferred import Recording
 from .world import World
 
 Initialize = Callable[[nn.Module], None]
@@ -24,15 +26,17 @@ class Values:
 
     Args:
         model: on the CPU, on "meta", or on the device.
+        recording: what was built under `Deferred`, whose values come now.
         function: gives one module on real memory the values of its own parameters; None for `reset_parameters`.
         synchronize: the first rank's weights go to all ranks.
         place: where sharded weights lie.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, *, function: Initialize | None, synchronize: bool, place: torch.device
-    ) -> None:
-        self.model, self.world, self.place = model, world, place
+        self, model: nn.Module, world: World, *, function: Initialize | None, synchronize: bool, place: torch.device,
+        recording: Recording,
+    ) -> None:  # fmt: skip
+        self.model, self.world, self.place, self._recording = model, world, place, recording
         self._function, self._synchronize = function, synchronize
         absent = world.gather_object(on_meta(model))
         self._set_aside: dict[str, Tensor] | None = None
@@ -40,18 +44,17 @@ class Values:
             self._set_aside = set_aside(model) if world.rank == 0 else {}
             model.to("meta")
         self._initialize = absent[0]
-        self._done: set[int] = set()
 
     def before(self, part: nn.Module) -> None:
         """Gives a module values, where it has none, and the first rank's to all."""
         if self._set_aside is not None:
             return
+        deferred.materialize(part, self._recording)
         if self._initialize:
             materialize(part, self.world.device, self._function)
         if self._synchronize or self._initialize:
-            fresh = [t for t in (*part.parameters(), *part.buffers()) if id(t) not in self._done]
-            self._done.update(map(id, fresh))
-            synchronize([tensor for tensor in fresh if not isinstance(tensor, DTensor)], self.world)
+            tensors = (*part.parameters(), *part.buffers())
+            synchronize([tensor for tensor in tensors if not isinstance(tensor, DTensor)], self.world)
 
     def fill(self) -> None:
         """Gives a sharded model the weights that the first rank alone had."""

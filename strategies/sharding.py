@@ -89,7 +89,7 @@ class Route:
             return method(*args, **kwargs)
         args, kwargs = self._state._pre_forward(self.model, args, kwargs)
         outputs = self._run(method, *args, **kwargs)
-        return self._state._post_forward(self.model, args, outputs)
+        return self._after(self.model, args, outputs)
 
     def manually(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a method that calls backward itself; see `backward` and `stepped`."""
@@ -133,7 +133,12 @@ class Route:
         return None if self.depth else self._state._pre_forward(model, args, kwargs)
 
     def _after(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        return None if self.depth else self._state._post_forward(model, args, outputs)
+        if self.depth:
+            return None
+        outputs = self._state._post_forward(model, args, outputs)
+        if not torch.is_grad_enabled():  # no backward follows, for which the root would have to stay whole
+            cast(FSDPModule, model).reshard()
+        return outputs
 
 
 class Unsynchronized:
