@@ -26,21 +26,18 @@ from .contents import fitted
 from .deepspeed_config import HfDeepSpeedConfig, of_batches, of_precision, settle
 from .deepspeed_engine import DeepSpeedEngineWrapper, create_engine, package, samples_of, settled
 from .deepspeed_optimizer import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, EngineOptimizer
+from .deepspeed_pairs import TOGETHER, is_of, paired
 from .deepspeed_plugin import DeepSpeedPlugin, choose
+from .deepspeed_precision import float16
 from .environment import Placement
 from .gradients import GradientState
 from .optimizer import AcceleratedOptimizer, unwrap_optimizer
-from .precision import Autocast, Precision, canonical_name
+from .precision import Precision, canonical_name
 from .process_group import ProcessGroupStrategy
 from .settings import DistributedType, GradientAccumulationPlugin, GradScalerKwargs
 from .world import World
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-_TOGETHER = (
-    "Expected the model and its optimizer in one prepare() call, as an engine of DeepSpeed is made of both. Received: "
-    "{received}. Call prepare(model, optimizer, ...) with both."
-)
-
 
 class DeepSpeedStrategy(ProcessGroupStrategy):
     """Training by engines of DeepSpeed, one for each model that is prepared with an optimizer.
@@ -146,12 +143,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"Expected a device on which DeepSpeed computes in fp16. Received: precision={word!r}, "
                 f"device={str(self.device)!r}: Type fp16 is not supported on your device. Use 'bf16-mixed'."
             )
+        if word.startswith("16") and not all(plugin.zero_stage for plugin in self.plugins.values()):
+            raise ValueError(
+                f"Expected a stage of ZeRO from 1 on for precision={word!r}, as DeepSpeed divides gradients by a scale "
+                "without it that losses do not have. Received: zero_stage=0. Use zero_stage=1, or 'bf16-mixed'."
+            )
         self.word = word
         for plugin in self.plugins.values():
             plugin.precision_word = word
             plugin.set_deepspeed_weakref()
-        if word == "16-mixed":
-            return Autocast(word, torch.float16, self.device, autocast)
+        if word.startswith("16"):
+            return float16(word, self.device, autocast, self._engines)
         return super().precision(word, autocast=autocast, **options)
 
     def _word(self, name: Any) -> str:
@@ -210,7 +212,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         for obj in [*optimizers, *schedulers]:
             prepared[id(obj)] = one(obj)
         for optimizer in optimizers:
-            own = [scheduler for scheduler in schedulers if _is_of(scheduler, optimizer, len(optimizers))]
+            own = [scheduler for scheduler in schedulers if is_of(scheduler, optimizer, len(optimizers))]
             self._parts[id(pairs[id(optimizer)])] = prepared[id(optimizer)], prepared[id(own[0])] if own else None
         for model in models:
             prepared[id(model)] = one(model)
@@ -261,7 +263,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def prepare_scheduler(
         self, scheduler: Any, optimizers: list[Any], *, step_with_optimizer: bool = True, split_batches: bool = False
     ) -> DeepSpeedSchedulerWrapper:
-        own = [one for one in optimizers if _is_of(scheduler, one, len(optimizers))]
+        own = [one for one in optimizers if is_of(scheduler, one, len(optimizers))]
         made = DeepSpeedSchedulerWrapper(scheduler, own or optimizers, step_with_optimizer, split_batches)
         made.spread = self.world.size if step_with_optimizer and not split_batches else 1
         return made
@@ -400,7 +402,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _of_engine(self, engine: Any) -> DeepSpeedEngineWrapper:
         found = next((one for one in self._engines if one.engine is engine), None)
         if found is None:
-            raise ValueError(_TOGETHER.format(received="an optimizer without its model"))
+            raise ValueError(TOGETHER.format(received="an optimizer without its model"))
         return found
 
     def _of_loss(self, model: Any) -> DeepSpeedEngineWrapper:
@@ -409,7 +411,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if found is not None and found.trains:
             return found
         if not training:
-            raise ValueError(_TOGETHER.format(received="a model without its optimizer"))
+            raise ValueError(TOGETHER.format(received="a model without its optimizer"))
         raise ValueError(
             f"Expected the engine that computed the loss. Received: {len(training)} that train. Pass "
             "accelerator.backward(loss, model=model)."
@@ -424,27 +426,3 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{len(given)} others. Pass model.parameters(), or use strategy='ddp' to clip apart."
             )
         return found
-
-
-def paired(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> torch.nn.Module:
-    """Returns the model whose parameters an optimizer holds.
-
-    Raises:
-        ValueError: there is none among these, or there are several.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = [model for model in models if any(id(parameter) in held for parameter in model.parameters())]
-    if not found:
-        raise ValueError(_TOGETHER.format(received="an optimizer without its model"))
-    if len(found) > 1:
-        raise ValueError(
-            f"Expected an optimizer of one model. Received: {type(optimizer).__name__} with parameters of "
-            f"{len(found)}. Make one for each model, or put the models into one module."
-        )
-    return found[0]
-
-
-def _is_of(scheduler: Any, optimizer: Any, count: int) -> bool:
-    """Whether a scheduler changes the rates of an optimizer, which is so where there is one."""
-    mine, inner = getattr(scheduler, "optimizer", None), unwrap_optimizer(optimizer)
-    return count == 1 or unwrap_optimizer(mine) in (inner, getattr(inner, "given", inner))

@@ -85,6 +85,7 @@ class Precision:
     dtype = torch.float32
     scaler: Any = None
     skipped_steps = 0
+    skips_steps = False  # an overflow may leave a step of an optimizer out
     fp8_backend = FP8BackendType.NO
     sharded = False  # settable: the engine shards weights, and may gather them in 8 bits
 
@@ -246,6 +247,7 @@ class Scaled(Autocast):
         super().__init__(name, dtype, device, options)
         self.scaler: Any = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
         self.scaler.scale(torch.zeros((), device=device))  # which makes its state, else made by the first loss
+        self.skips_steps = True
         self.skipped_steps = 0
         self._optimizers: set[int] = set()
         self._unscaled: set[int] = set()

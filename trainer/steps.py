@@ -54,7 +54,7 @@ class AutomaticStep:
         self.accelerator, self.model, self.module = session.trainer.accelerator, session.model, session.module
         self.training_step = session.entry("training_step", manual=not session.module.automatic_optimization)
         self.optimizer: Any = session.trainer.optimizers[0] if session.trainer.optimizers else None
-        self.scaled = self.accelerator.scaler is not None
+        self.scaled = self.accelerator.precision.skips_steps
         self.step_schedulers = [c for c in session.trainer.lr_scheduler_configs if c.interval == "step"]
         self.zero_grad = self._zero_grad if overrides(self.module, "optimizer_zero_grad", TrainModule) else None
         via = self.module.backward if overrides(self.module, "backward", TrainModule) else None
