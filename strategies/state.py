@@ -15,7 +15,7 @@ import torch
 from . import create
 from . import world as worlds
 from .base import Strategy, choose_device
-from .environment import detect, flag
+from .environment import detect, flag, text
 from .settings import DistributedType, InitProcessGroupKwargs
 from .world import World
 
@@ -35,7 +35,8 @@ class PartialState:
             placement = detect()
             strategy = create(size=placement.size)
             settings: dict[type, Any] = {InitProcessGroupKwargs: InitProcessGroupKwargs(**kwargs)}
-            strategy.setup(placement, cpu=cpu or flag("USE_CPU"), settings=settings)
+            cpu = cpu or flag("USE_CPU")
+            strategy.setup(placement, device=None if cpu else text("TORCH_DEVICE"), cpu=cpu, settings=settings)
             self.establish(strategy)
 
     @classmethod

@@ -5,6 +5,7 @@ Files are safetensors, or torch's own where that is asked for; nothing that is r
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,10 @@ from .checkpoint.sharded import open_parts
 from .checkpoint.tensors import load_weights
 from .sizes import id_tensor_storage
 from .wrappers import model_has_dtensor
+
+logger = logging.getLogger(__name__)
+
+
 
 def save(
     obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
@@ -178,13 +183,20 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     """The same weights for a safetensors file: contiguous, each shared memory once, under its first name."""
     seen: dict[Any, str] = {}
     cleaned: dict[str, Any] = {}
+    left_out = []
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
             key = (*id_tensor_storage(value), value.storage_offset() if not value.is_meta else 0, value.shape)
             if seen.setdefault(key, name) != name:
+                left_out.append(name)
                 continue
             value = value.contiguous()
         cleaned[name] = value
+    if left_out:
+        logger.warning(
+            "Removed shared tensor %s: each memory is stored once, under its first name. Loading into a model that "
+            "shares them too gives all of them back.", ", ".join(left_out),
+        )  # fmt: skip
     return cleaned
 
 

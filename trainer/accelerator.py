@@ -189,7 +189,9 @@ class Accelerator(Standing):
     ) -> tuple[Strategy, Precision]:
         handlers = resolution.handlers_by_type(kwargs_handlers)
         self.profile_handler = handlers.get(ProfileKwargs)
-        engine.setup(environment.detect(), device=device, cpu=cpu or environment.flag("USE_CPU"), settings=handlers)
+        cpu = cpu or environment.flag("USE_CPU")
+        device = device if cpu or device is not None else environment.text("TORCH_DEVICE")
+        engine.setup(environment.detect(), device=device, cpu=cpu, settings=handlers)
         AcceleratorState.establish(engine)
         word = resolution.precision_name(mixed_precision)
         precision = engine.precision(
@@ -765,6 +767,8 @@ class Accelerator(Standing):
         if self.step and not self.sync_gradients:
             logger.warning(checkpoint_folders.MID_WINDOW, self.step)
         config = self.project_configuration
+        if config.save_on_each_node:
+            logger.warning(checkpoint_folders.SHARED_STORAGE)
         directory = checkpoint_folders.next_checkpoint(config, output_dir)
 
         def fill(writer: Any) -> None:

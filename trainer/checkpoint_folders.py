@@ -27,6 +27,9 @@ ALWAYS_SAFE = (
     "safe_serialization=False changes nothing here: a checkpoint's files are safetensors and JSON in any case. "
     "save_model(..., safe_serialization=False) writes weights in torch's own format."
 )
+SHARED_STORAGE = (
+    "save_on_each_node=True holds for Accelerator.save: a checkpoint is one folder, on storage that all machines share."
+)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 

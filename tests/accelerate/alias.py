@@ -11,8 +11,9 @@ from typing import Any
 import drivetrain
 
 VERSION = "1.15.0"
-_MODULES = ("big_modeling", "data_loader", "hooks", "logging", "parallelism_config", "state", "tracking", "utils",
-            "utils.constants", "utils.imports", "utils.memory", "utils.modeling", "utils.operations", "utils.other")
+_MODULES = ("big_modeling", "data_loader", "hooks", "logging", "optimizer", "parallelism_config", "scheduler", "state",
+            "tracking", "utils", "utils.constants", "utils.dataclasses", "utils.deepspeed", "utils.fsdp_utils",
+            "utils.imports", "utils.memory", "utils.modeling", "utils.operations", "utils.other")
 
 
 class Alias(ModuleType):

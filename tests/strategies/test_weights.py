@@ -15,6 +15,7 @@ from torch import nn
 
 import drivetrain
 from drivetrain.strategies import torch_files
+from drivetrain.strategies import world as worlds
 from drivetrain.strategies.checkpoint import CheckpointError, Writer, save_weights
 from drivetrain.tests.distributed import run
 
@@ -109,9 +110,25 @@ def test_only_the_first_process_saves(tmp_path):
     assert run(rank, 2) == [[0, 0]] * 2
 
 
-def test_shared_memory_is_stored_once():
+def test_shared_memory_is_stored_once(caplog):
     cleaned = drivetrain.clean_state_dict_for_safetensors(Tied().state_dict())
     assert list(cleaned) == ["first.weight", "scale"] or list(cleaned) == ["scale", "first.weight"]
+    assert [record.message.split(":")[0] for record in caplog.records] == ["Removed shared tensor second.weight"]
+
+
+def test_each_machine_saves_where_that_is_asked_for(tmp_path):
+    """Both ranks are the first of their machine."""
+    def rank(rank):
+        worlds.current().local_rank = 0
+        for each in (False, True):
+            config = drivetrain.ProjectConfiguration(save_on_each_node=each)
+            accelerator = drivetrain.Accelerator(cpu=True, project_config=config)
+            accelerator.world.local_rank = 0
+            accelerator.save({"rank": rank}, tmp_path / f"{each}-{rank}")
+        drivetrain.wait_for_everyone()
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    assert run(rank, 2) == [["False-0", "True-0", "True-1"]] * 2
 
 
 def test_devices_by_the_longest_beginning(tmp_path):
