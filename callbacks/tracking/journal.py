@@ -178,18 +178,20 @@ def _unpacked(value: dict[str, Any]) -> Any:
     return value
 
 
-def take_over(journal: Journal, others: Sequence[Path], *, goes_on: bool, resume_step: int | None) -> None:
+def take_over(
+    journal: Journal, others: Sequence[Path], *, goes_on: bool, resume_step: int | None, without: Sequence[str] = ENDS
+) -> None:
     """Make a journal of what an earlier process has left in `journal` and in `others`.
 
     Where its run does not go on, the journal is put aside under a numbered name. Else entries after `resume_step`,
-    which come again, and those about the end of the run are left out.
+    which come again, and calls of `without`, those about the end of the run, are left out.
     """
     left = [path for path in (journal.path, *others) if path.exists()]
     if not left:
         return
     entries = sorted((entry for path in left for entry in _readable(path)), key=lambda entry: entry.time)
     if goes_on:
-        entries = [entry for entry in entries if entry.call not in ENDS and not _comes_again(entry, resume_step)]
+        entries = [entry for entry in entries if entry.call not in without and not _comes_again(entry, resume_step)]
     said = header(journal.path) if journal.path.exists() else {}
     kept = journal if goes_on or not said else Journal(journal.path, header=lambda: said)
     kept.replace_by(kept.beside(entry.line() for entry in entries), empty=not entries)

@@ -45,7 +45,7 @@ def replay(path: Path, tracker: GeneralTracker | None = None) -> Replayed:
     tracker.resume_step = None
     journal = Journal(path, header=lambda: {**said, "run_id": tracker.run_id})
     others = [path.with_name(f"{path.stem}{kind}.jsonl") for kind in _KINDS]
-    take_over(journal, others, goes_on=True, resume_step=None)
+    take_over(journal, others, goes_on=True, resume_step=None, without=["finish"])
     before = sum(1 for _ in journals.lines(path)) if path.exists() else 0
     problems: list[str] = []
     delivery = Delivery(tracker, journal, lock=threading.RLock(), tell=problems.append)

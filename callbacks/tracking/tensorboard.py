@@ -37,15 +37,19 @@ _FILES = "events.out.tfevents.*"
 class TensorBoardTracker(GeneralTracker):
     """Tracks into event files in `logging_dir/run_name`; the native object is torch's `SummaryWriter`.
 
-    `kwargs` are the writer's. Hyperparameters appear in the HPARAMS tab, nested ones as "a/b/0". With `resume_step`,
-    what was logged after that step is hidden, and what the step has already is not logged twice.
+    `kwargs` are the writer's. Hyperparameters appear in the HPARAMS tab, nested ones as "a/b/0", beside the last values
+    of all scalars, or of those that `hparam_metrics` names. With `resume_step`, what was logged after that step is
+    hidden, and what the step has already is not logged twice.
     """
 
     name = "tensorboard"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str], *, hparam_metrics: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__()
+        self._metrics = tuple(hparam_metrics)
         self.run_name = run_name
         self.logging_dir = Path(logging_dir) / run_name
         self._options = {"flush_secs": FLUSH_SECONDS, **kwargs}
@@ -72,9 +76,10 @@ class TensorBoardTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters; other values than numbers, strings and booleans as text."""
         simple = {name: _simple(value) for name, value in flatten(plain(values)).items()}
-        experiment, start, self._end = hparams(simple, {})
+        experiment, start, self._end = hparams(simple, dict.fromkeys(self._metrics, 0.0))
         writer = self.writer._get_file_writer()  # add_hparams would make a folder of its own for it
-        writer.add_summary(experiment)
+        if self._metrics:
+            writer.add_summary(experiment)  # without it the tab shows every scalar that the runs have
         writer.add_summary(start)
 
     @on_main_process
