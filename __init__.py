@@ -27,7 +27,7 @@ _EXPORTS: dict[str, str] = {
     "AnomalyPolicy": "callbacks.anomaly",
     "Interrupted": "callbacks.preemption",
     "OutOfMemory": "callbacks.out_of_memory",
-    "PeerFailed": "callbacks.preemption",
+    "PeerFailed": "callbacks.siblings",
     "Preemption": "callbacks.preemption",
     "Rescue": "callbacks.rescue",
     "Stalled": "callbacks.watchdog",
@@ -349,7 +349,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.anomaly import AnomalyPolicy as AnomalyPolicy
     from .callbacks.preemption import Interrupted as Interrupted
     from .callbacks.out_of_memory import OutOfMemory as OutOfMemory
-    from .callbacks.preemption import PeerFailed as PeerFailed
+    from .callbacks.siblings import PeerFailed as PeerFailed
     from .callbacks.preemption import Preemption as Preemption
     from .callbacks.rescue import Rescue as Rescue
     from .callbacks.watchdog import Stalled as Stalled

@@ -26,10 +26,10 @@ class OutOfMemory(Callback):
     """Add to an error that came from exhausted memory what it was about: step, shapes, and what to change.
 
     Part of every run, unless the Trainer is ``barebones``; costs nothing before. The advice is a note of the exception
-    (below its traceback; before Python 3.11 a part of its message). With ``snapshot`` and CUDA, allocations are recorded
+    (below its traceback; before Python 3.11 a part of its message). With ``snapshot`` and CUDA, allocations are noted
     during the run (the last ``entries`` of them, which costs some time in each), and when memory is exhausted, their
-    history is written to ``<log_dir>/memory-rank-0.pickle``, or into the folder that ``snapshot`` names, to be looked at
-    on https://pytorch.org/memory_viz. Raises ValueError for ``entries`` below 1.
+    history is written to ``<log_dir>/memory-rank-0.pickle``, or into the folder that ``snapshot`` names; look at it on
+    https://pytorch.org/memory_viz. Raises ValueError for ``entries`` below 1.
     """
 
     priority = AFTER_MODULE + 50
@@ -130,7 +130,7 @@ def _for_training(trainer: Any) -> list[str]:
     if trainer.strategy.replicates or trainer.world_size == 1:
         number = f"the {trainer.world_size} processes" if trainer.world_size > 1 else "several processes (devices=...)"
         advices.append(f'Sharding: strategy="fsdp" divides weights, gradients and optimizer states among {number}.')
-    advices.append("Recomputing: torch.utils.checkpoint.checkpoint around the blocks of the model keeps no activations.")
+    advices.append("Recomputing: torch.utils.checkpoint.checkpoint around the model's blocks keeps no activations.")
     if trainer.device.type == "cuda":
         advices.append("Where much more is reserved than allocated: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
     return advices
@@ -139,7 +139,7 @@ def _for_training(trainer: Any) -> list[str]:
 def _for_evaluation(trainer: Any, stage: str) -> list[str]:
     advices = [f"Smaller batches in the loader of {_WORDS[stage]}: its results do not depend on them."]
     if stage == "predict" and trainer.return_predictions:
-        advices.append("Predictions that are not kept: predict(return_predictions=False), and a callback that writes them.")
+        advices.append("Predictions that are not kept: return_predictions=False, and a callback that writes them.")
     advices.append("Outputs of steps that are not kept: log values in validation_step rather than collect its tensors.")
     return advices
 

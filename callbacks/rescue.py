@@ -6,7 +6,7 @@ import logging
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,9 @@ class Rescue(Callback):
         rescue(trainer, exception, save, saved=saved_steps(trainer))
 
 
-def rescue(trainer: Any, exception: BaseException, save: Callable[[], Any], *, saved: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+def rescue(
+    trainer: Any, exception: BaseException, save: Callable[[], Any], *, saved: Iterable[int] = ()
+) -> None:
     """Call ``save`` after an exception, on all ranks that can; what stands in its way is a warning.
 
     On several ranks those at the newest step save, found within seconds, unless it is among the steps in ``saved``.
@@ -95,7 +97,7 @@ def rescue(trainer: Any, exception: BaseException, save: Callable[[], Any], *, s
 
 
 @contextmanager
-def _together(trainer: Any, saved: set[int]) -> Iterator[bool]:
+def _together(trainer: Any, saved: Iterable[int]) -> Iterator[bool]:
     """Let those ranks that are there, and at the newest step, take the place of all; false on the others."""
     world, mine = trainer.accelerator.world, siblings(trainer)
     survivors = Survivors.meet(

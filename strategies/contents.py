@@ -155,7 +155,7 @@ class Contents:
         name = rank_name(world.rank)
         if not checkpoint.has(f"{name}.json"):
             logger.warning(
-                "The checkpoint %s has no state of rank %d: it was saved by other processes only. This rank keeps its own "
+                "The checkpoint %s has no state of rank %d: other processes have saved it. This rank keeps its own "
                 "random state and its own per-rank objects.", checkpoint.directory, world.rank,
             )  # fmt: skip
             return

@@ -30,8 +30,8 @@ from .world import World, packed, unpacked
 Value = TypeVar("Value")
 _PAUSE = 0.02  # seconds between two looks at the store
 _OPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stacked: stacked.sum(0), "mean": lambda stacked: stacked.mean(0), "max": lambda stacked: stacked.amax(0),
-    "min": lambda stacked: stacked.amin(0), "product": lambda stacked: stacked.prod(0),
+    "sum": lambda parts: parts.sum(0), "mean": lambda parts: parts.mean(0), "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0), "product": lambda parts: parts.prod(0),
 }  # fmt: skip
 _meetings: Counter[str] = Counter()
 

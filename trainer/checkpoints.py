@@ -212,13 +212,13 @@ def _last_here(trainer: Trainer) -> Path | None:
 
 
 def _tell_of_rescued(trainer: Trainer, found: Path | None) -> None:
-    """Name what healthy ranks have saved when one failed, if it is ahead: it is not exact, so nobody takes it unasked."""
+    """Name what healthy ranks have saved when one failed, if it is ahead: not being exact, it is taken when named."""
     run = run_of(found) or "*"
     for folder in sorted((Path(trainer.default_root_dir) / "runs").glob(f"{run}/{FOLDER}"), reverse=True)[:1]:
         rescued = newest(folder)
         step = -1 if rescued is None else Checkpoint.open(rescued, verify=False).manifest["step"]
         if step > (-1 if found is None else Checkpoint.open(found, verify=False).manifest["step"]):
-            logger.warning("A rank has failed after step %d, which %s holds; resume=<that path> takes it.", step, rescued)
+            logger.warning("A rank failed after step %d, which %s holds; resume=<that path> takes it.", step, rescued)
 
 
 def restore(session: Session) -> None:

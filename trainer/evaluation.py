@@ -118,8 +118,8 @@ def drop(session: Session, step: Callable[..., Any], *arguments: Any) -> None:
 def _leaving(session: Session, loader: Any) -> Callable[[], bool]:
     """Return what tells between two batches whether to leave.
 
-    Ranks of an engine that needs equal numbers of forward passes (``equal_forwards``) agree on the batch; others leave one
-    by one, as they hear of it, and meet after the last loader.
+    Ranks of an engine that needs equal numbers of forward passes (``equal_forwards``) agree on the batch; others leave
+    one by one, as they hear of it, and meet after the last loader.
     """
     trainer, loop = session.trainer, session.loop
     if loop is not None and not loop.at_edge:

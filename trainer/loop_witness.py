@@ -27,13 +27,15 @@ class LoopWitness:
         self._steps = saved["steps"]
         return saved["place"]
 
-    def step(self, accelerator: Any, batch: Any = None, loss: Any = None, *, place: dict[str, Any] | None = None) -> None:
-        """Take down a step that was made; ``place`` (plain values) is what ``resume`` returns when the loop goes on here.
+    def step(
+        self, accelerator: Any, batch: Any = None, loss: Any = None, *, place: dict[str, Any] | None = None
+    ) -> None:
+        """Take down a step that was made; ``place`` (plain values) is what ``resume`` returns where the loop goes on.
 
         Raises RuntimeError before ``resume`` was called. In the end it leaves the loop by an exception of its own.
         """
         if self._file is None:
-            raise RuntimeError("Expected proof.resume(accelerator) before the first step. Received: none. Call it once.")
+            raise RuntimeError("Expected proof.resume(accelerator) before the first step. Received: none. Call it.")
         seen, contents = {"the samples of the batch": batch, "the loss": loss}, accelerator._contents
         models = [accelerator.unwrap_model(model) for model in contents.models]
         names = {id(p): name for model in models for name, p in model.named_parameters()}

@@ -76,7 +76,7 @@ def prove_loop(
 ) -> Proof:
     """The same for a training loop of one's own, with an ``Accelerator``, on ``processes`` forked processes.
 
-    ``loop(proof)`` makes its Accelerator and trains. Once everything is prepared it calls ``proof.resume(accelerator)``,
+    ``loop(proof)`` makes its Accelerator and trains. When all is prepared it calls ``proof.resume(accelerator)``,
     which loads the checkpoint in the part that goes on, and returns the place that was given when it was saved (None
     elsewhere); and after each optimizer step ``proof.step(accelerator, batch, loss, place={...})``. Raises as
     ``prove_resume`` does.
@@ -119,7 +119,8 @@ class _Parts:
         return [self._read(name, rank) for rank in range(self.processes)]
 
     def _alone(self, name: str, options: dict[str, Any]) -> None:
-        process = multiprocessing.get_context("fork").Process(target=_be_part, args=(self.run, self.root, name, options))
+        arguments = self.run, self.root, name, options
+        process = multiprocessing.get_context("fork").Process(target=_be_part, args=arguments)
         process.start()
         process.join()
         failure, wanted = self.root / f"{name}.failure", self.root / "processes"
@@ -168,7 +169,7 @@ def _fit(
         (root / "processes").write_text(str(trainer.plan.processes))
         raise Seen
     if alone and trainer.accelerator.num_processes > 1:
-        raise ValueError("Expected a process that was not launched with others. Received: one of several. Call it in one.")
+        raise ValueError("Expected a process that was not launched with others. Received: one of several. Start one.")
     place = root / f"{name}-{trainer.global_rank}.seen"
     witness = Witness(place, until=until, checkpoint=root / "checkpoint" if save else None)
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _OUTPUTS)] + witness.parts()

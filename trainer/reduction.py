@@ -108,10 +108,10 @@ def final(series: Series, ranks: list[dict[str, Any]]) -> float:
     """
     if series.reduction is elsewhere:
         return series.final
-    found = [rank["series"].get(series.name, {}).get("values") for rank in ranks]
-    found = [values for values in (found if series.sync and not series.rank_zero_only else found[:1]) if values is not None]
+    counted = ranks if series.sync and not series.rank_zero_only else ranks[:1]
+    found = [rank["series"].get(series.name, {}).get("values") for rank in counted]
     try:
-        return float(series.reduction(torch.cat(found)))  # type: ignore[operator]
+        return float(series.reduction(torch.cat([values for values in found if values is not None])))  # type: ignore[operator]
     except Exception:  # of a few values it may make nothing
         return math.nan
 
