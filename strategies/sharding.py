@@ -111,9 +111,9 @@ class Route:
 
     def stepped(self) -> None:
         """The weights have changed in the middle of such a method: they are gathered anew."""
-        root = cast(FSDPModule, self.model)
-        root.reshard()
-        root.unshard()
+        for group in self._state._fsdp_param_groups:
+            group._to_sharded()  # `reshard` would do nothing within a forward that keeps the root whole
+        cast(FSDPModule, self.model).unshard()
 
     def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
