@@ -23,7 +23,7 @@ from . import environment
 from .base import Settings, compile_model, is_scheduler
 from .checkpoint.tensors import clean_keys
 from .contents import fitted
-from .deepspeed_config import HfDeepSpeedConfig, of_batches, of_precision, settle
+from .deepspeed_config import HfDeepSpeedConfig, of_batches, of_precision, refuse_parallelism, settle
 from .deepspeed_engine import DeepSpeedEngineWrapper, create_engine, package, samples_of, settled
 from .deepspeed_optimizer import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, EngineOptimizer
 from .deepspeed_pairs import TOGETHER, is_of, paired
@@ -74,6 +74,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if plugins is None:
             plugins = {"default": plugin or DeepSpeedPlugin(hf_ds_config=config, **options)}
         self.plugins = dict(plugins)
+        refuse_parallelism(parallelism, [one.hf_ds_config for one in self.plugins.values()])
         self.parallelism = parallelism
         self.select(next(iter(self.plugins)))
         self.word: str | None = None  # the precision's name

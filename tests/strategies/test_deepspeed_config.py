@@ -285,6 +285,20 @@ def test_options_come_once():
         choice.create("ddp", plugins=[plugin])
 
 
+@pytest.mark.parametrize(
+    ("content", "sizes", "message"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, None, "autotp_size=2 in .*Use ParallelismConfig.tp_size"),
+        ({"sequence_parallel_size": 2}, None, "sequence_parallel_size=2 in .*Use ParallelismConfig.sp_size"),
+        ({}, {"tp_size": 2}, "Received: tp_size=2 in the ParallelismConfig"),
+    ],
+)
+def test_ranks_without_data_of_their_own_are_refused(content, sizes, message):
+    parallelism = None if sizes is None else drivetrain.ParallelismConfig(**sizes)
+    with pytest.raises(NotImplementedError, match=message):
+        DeepSpeedStrategy(config=content, parallelism=parallelism)
+
+
 def test_stand_ins_do_not_step_themselves():
     optimizer = dummy()
     with pytest.raises(RuntimeError, match="DummyOptim, which stands for the optimizer"):

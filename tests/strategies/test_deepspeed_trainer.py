@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from drivetrain import DeepSpeedStrategy, ModelCheckpoint, Trainer, TrainModule
 from drivetrain.strategies.gradients import GradientState
 from drivetrain.strategies.state import PartialState
-from drivetrain.tests.distributed import run
+from drivetrain.tests.distributed import RankFailed, run
 from drivetrain.tests.strategies import deepspeed_runs as runs
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -101,3 +101,69 @@ def test_trainer_computes_what_one_process_does_and_evaluates_each_sample_once(s
             assert runs.far(found[name][0], weights) <= 1e-5, name
             assert found[name][1] == pytest.approx(loss, rel=1e-5), name
             assert found[name][2] == steps, name
+
+
+class Killed(Classifier):
+    """Kills its process, on every rank, in the batch of this number."""
+
+    def __init__(self, batch=None):
+        super().__init__()
+        self.batch = batch
+
+    def training_step(self, batch, index):
+        if self.trainer.progress.batches == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, index)
+
+
+def long_run(folder, stage, **arguments):
+    """Two epochs of 12 batches in windows of 2, with a checkpoint every second step; returns weights and losses."""
+    GradientState._reset_state()
+    PartialState._reset_state()
+    batch = arguments.pop("batch", None)
+    trainer = Trainer(
+        strategy=DeepSpeedStrategy(zero_stage=stage), accelerator="cpu", max_epochs=2, default_root_dir=folder, seed=1,
+        callbacks=[ModelCheckpoint(every_n_train_steps=2)], accumulate_grad_batches=2, gradient_clip_val=0.5, **QUIET,
+    )  # fmt: skip
+    loader = DataLoader(runs.data(90), batch_size=4, shuffle=True)
+    trainer.fit(Killed(batch), loader, DataLoader(runs.data(37), batch_size=5), **arguments)
+    return runs.vector(trainer.accelerator.get_state_dict(trainer.model)), trainer.callback_metrics["val_loss"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_killed_run_goes_on_bit_for_bit(stage, tmp_path):
+    whole = run(lambda rank: long_run(tmp_path / "whole", stage), 2, timeout=100)
+    with pytest.raises(RankFailed, match="killed by SIGKILL"):
+        run(lambda rank: long_run(tmp_path / "killed", stage, batch=17), 2, timeout=100)
+    resumed = run(lambda rank: long_run(tmp_path / "killed", stage, ckpt_path="last"), 2, timeout=100)
+    for (weights, loss), (again, its_loss) in zip(whole, resumed):
+        assert torch.equal(weights, again) and loss == its_loss
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_dies_ends_the_other_in_time(stage, tmp_path):
+    def work(rank):
+        return long_run(tmp_path, stage, batch=5 if rank else None)
+
+    with pytest.raises(RankFailed, match="Rank 1 of 2 was killed by SIGKILL") as error:
+        run(work, 2, timeout=100, patience=60)
+    assert "Then rank 0 raised" in str(error.value)
+
+
+def test_module_is_evaluated_without_training_it(tmp_path):
+    """ZeRO-3 needs an engine for that too; the ranks have 4 and 4 batches of 5, the last one short or empty."""
+
+    def work(rank):
+        found = []
+        for stage in (2, 3):
+            GradientState._reset_state()
+            PartialState._reset_state()
+            trainer = Trainer(strategy=DeepSpeedStrategy(zero_stage=stage), accelerator="cpu", **QUIET)
+            (row,) = trainer.validate(Classifier(), DataLoader(runs.data(37), batch_size=5))
+            found.append(row["val_loss"])
+        return found
+
+    x, y = runs.data(37).tensors
+    expected = float(F.cross_entropy(runs.mlp()(x), y).detach())
+    for found in run(work, 2, timeout=60):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
