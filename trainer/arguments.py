@@ -33,6 +33,7 @@ class Plan:
     devices: list[str] | None = None  # those to use, by local rank ("cuda:1"); None for the first ones
     start_method: str | None = None
     asked: bool = False  # somebody named a number of devices
+    unnamed: bool = False  # nobody named a strategy
     callbacks: list[Callback] = field(default_factory=list)
     schedule: Schedule = field(default_factory=Schedule)
     limits: dict[str, int | float | None] = field(default_factory=dict)
@@ -93,6 +94,7 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
     if given["sync_batchnorm"] and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
     plan.start_method = strategy.start_method
+    plan.unnamed = given["strategy"] in (None, "auto")
     plan.options = {
         "strategy": strategy,
         "device": "cpu" if kind == "cpu" else None,

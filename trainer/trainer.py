@@ -184,6 +184,10 @@ class Trainer(TrainerState):
             return self.launcher.call(self, "fit", model, source, ckpt_path=path)
         self._check_idle("fit")
         self._reset()
+        if self.plan.unnamed and self.world_size > 1:
+            from .suiting import suit_strategy  # here, as most runs need none of it
+
+            suit_strategy(self, model)
         with self._numerics(), Session(self, "fit", model, source, path) as session:
             self._sanity_check(session)
             session.loop = FitLoop(session)

@@ -151,12 +151,13 @@ def _read_metrics(run: Run, path: Path) -> None:
     with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             step = float(row.pop("step"))
-            for name, text in row.items():
-                value = None if name in (None, "epoch") else _number(text)
+            found = {name: _number(text) for name, text in row.items() if name not in (None, "epoch")}
+            for name, value in found.items():
+                run.metrics.setdefault(name, ([], []))
                 if value is not None:
-                    steps, values = run.metrics.setdefault(name, ([], []))
-                    steps.append(step)
-                    values.append(value)
+                    run.metrics[name][0].append(step)
+                    run.metrics[name][1].append(value)
+    run.metrics = {name: curve for name, curve in run.metrics.items() if curve[0]}
 
 
 def _number(text: str | None) -> float | None:
