@@ -50,7 +50,7 @@ class CheckpointUpload(Callback):
         return {"sent": dict(self._sent)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._sent = dict(state_dict["sent"])
+        self._sent = {name: time for name, time in state_dict["sent"].items() if "/" not in name and name[:1] != "."}
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self._begin()

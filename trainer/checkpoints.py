@@ -13,6 +13,7 @@ from ..strategies.checkpoint.format import Checkpoint, newest
 from ..strategies.checkpoint.state import encode
 from ..strategies.contents import load_module
 from .remote_checkpoints import Remote, brought, found_at, newest_copy
+from .run_folder import is_run_id
 from .restarts import Attempt
 
 if TYPE_CHECKING:
@@ -275,8 +276,12 @@ def check_hyperparameters(session: Session) -> None:
 
 
 def run_of(path: Path | None) -> str | None:
-    """Return the id of the run that a checkpoint belongs to."""
-    return None if path is None else Checkpoint.open(path, verify=False).manifest.get("run_id")
+    """Return the id of the run that a checkpoint belongs to; None, and a warning, where it names no folder."""
+    found = None if path is None else Checkpoint.open(path, verify=False).manifest.get("run_id")
+    if found is None or is_run_id(found):
+        return found
+    logger.warning("%s says run_id=%r, which is no name of a folder; the run gets a new id.", path, found)
+    return None
 
 
 def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..callbacks.upload import CheckpointUpload
 from ..strategies.checkpoint.format import Checkpoint, CheckpointError
 from ..strategies.checkpoint.remote import checkpoints_at, complete_at, download, manifest_at
+from .run_folder import is_run_id
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -103,7 +104,8 @@ def _is(path: Path, remote: Remote) -> bool:
 
 def _remote(url: str, options: dict[str, Any] | None) -> Remote:
     manifest = manifest_at(url, storage_options=options)
-    return Remote(url, manifest.get("run_id"), manifest["time"], options)
+    run_id = manifest.get("run_id")
+    return Remote(url, run_id if is_run_id(run_id) else None, manifest["time"], options)
 
 
 def _uploads(trainer: Trainer) -> list[CheckpointUpload]:

@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 
+def is_run_id(name: Any) -> bool:
+    """Tell whether this names a folder of its own: what a checkpoint says may have been written by anybody."""
+    return isinstance(name, str) and re.fullmatch(r"\w[\w.=+ -]{0,200}", name) is not None
+
+
 class RunFolder:
     """Finds a free run id once, on the main process, and tells it to all ranks."""
 

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ _LARGE = 64 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Tree:
+    """What a JSON file says."""
+
+    value: Any
+
+
 class Checkpoint:
     """A complete checkpoint, open for reading; `Checkpoint.open` makes one."""
 
@@ -38,7 +46,7 @@ class Checkpoint:
         self.manifest = contents
         self.files: dict[str, dict[str, Any]] = contents["files"]
         self._verified = verified
-        self._held: dict[str, Any] = {}  # what `fetch` has read: tensors by name, or bytes
+        self._held: dict[str, Any] = {}  # what `fetch` has read: tensors by name, or a `_Tree`
 
     @classmethod
     def open(cls, directory: str | Path, verify: bool = True) -> Checkpoint:
@@ -77,7 +85,7 @@ class Checkpoint:
 
         def hold(name: str) -> str:
             try:
-                held[name] = self.tensors(name) if name.endswith(".safetensors") else self.read(name)
+                held[name] = self.tensors(name) if name.endswith(".safetensors") else _Tree(self.json(name))
             except CheckpointError as error:
                 return str(error)
             return ""
@@ -93,8 +101,6 @@ class Checkpoint:
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes, verified."""
-        if isinstance(self._held.get(name), bytes):
-            return self._held.pop(name)
         with self._reader(name) as file:
             data = bytes(file.take(file.size))
             self._confirm(name, file)
@@ -102,6 +108,8 @@ class Checkpoint:
 
     def json(self, name: str) -> Any:
         """Return the tree in a JSON file, verified."""
+        if isinstance(self._held.get(name), _Tree):
+            return self._held.pop(name).value
         return manifest.parse_json(self.read(name), str(self.directory / name))
 
     def tensors(self, name: str, *, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -87,9 +87,17 @@ def parse_json(data: bytes, place: str) -> Any:
         raise ValueError(f"{word} is not JSON")
 
     try:
-        return json.loads(data.decode(), parse_constant=refuse)
+        return json.loads(data.decode(), parse_constant=refuse, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{place}: is damaged (no JSON: {error}).") from error
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raises ValueError where a key stands twice: two readers may take different ones."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return found
 
 
 def check_name(name: Any) -> None:

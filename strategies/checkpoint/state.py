@@ -13,6 +13,7 @@ import enum
 import json
 import math
 import pathlib
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ MAX_DEPTH = 200
 _INT_LIMIT = 2**63
 _NATIVE_KINDS = "biufc"  # numpy kinds that torch may know; the rest travels as bytes
 _PLAIN = {type(None), bool, str, int, float}
+_DTYPE = re.compile(r"[<>|=][a-zA-Z]\d{0,9}(\[\w{1,10}\])?")
 _NAN = struct.pack(">d", math.nan)
 
 
@@ -206,7 +208,7 @@ class _Decoder:
             raise CheckpointError(f"Expected one of the kinds {', '.join(_KINDS)}. Received: {sorted(tree)}.")
         try:
             return _KINDS[kind](self, tree[kind])
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
             if isinstance(error, RecursionError):
                 raise
             raise CheckpointError(f"Expected the content of a {kind}. Received: {str(tree[kind])[:200]!r}.") from error
@@ -253,8 +255,10 @@ def _is_native(dtype: np.dtype) -> bool:
 
 
 def _dtype(text: str) -> np.dtype:
+    if not _DTYPE.fullmatch(text):  # before numpy, which reads much more than what `dtype.str` gives
+        raise TypeError(text)
     dtype = np.dtype(text)
-    if not isinstance(text, str) or dtype.hasobject or dtype.names or not dtype.itemsize:
+    if dtype.hasobject or dtype.names or not dtype.itemsize:
         raise TypeError(text)
     return dtype
 

@@ -278,7 +278,7 @@ def read_header(file: Readable) -> tuple[list[Entry], dict[str, str]]:
     if not 2 <= length <= min(MAX_HEADER, file.size - 8):
         raise CheckpointError(f"{file.path}: is no safetensors file (a header of {length} bytes).")
     try:
-        header = json.loads(bytes(file.take(length)))
+        header = json.loads(bytes(file.take(length)), object_pairs_hook=_once)
         notes = header.pop("__metadata__", {})
         entries = [_entry(name, record) for name, record in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -293,6 +293,13 @@ def read_header(file: Readable) -> tuple[list[Entry], dict[str, str]]:
     if offset != file.size - 8 - length:
         raise CheckpointError(f"{file.path}: holds {file.size} bytes, its header says {offset + 8 + length}.")
     return entries, notes
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def _entry(name: str, record: Any) -> Entry:
