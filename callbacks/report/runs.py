@@ -149,15 +149,12 @@ def _read_record(run: Run, path: Path) -> None:
 
 def _read_metrics(run: Run, path: Path) -> None:
     with open(path, newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            step = float(row.pop("step"))
-            found = {name: _number(text) for name, text in row.items() if name not in (None, "epoch")}
-            for name, value in found.items():
-                run.metrics.setdefault(name, ([], []))
-                if value is not None:
-                    run.metrics[name][0].append(step)
-                    run.metrics[name][1].append(value)
-    run.metrics = {name: curve for name, curve in run.metrics.items() if curve[0]}
+        rows = [(float(row.pop("step")), row) for row in csv.DictReader(file)]
+    for name in dict.fromkeys(name for _, row in rows for name in row if name not in (None, "epoch")):
+        cells = [(step, _number(row.get(name))) for step, row in rows]
+        curve = [(step, value) for step, value in cells if value is not None]
+        if curve:
+            run.metrics[name] = ([step for step, _ in curve], [value for _, value in curve])
 
 
 def _number(text: str | None) -> float | None:
