@@ -475,7 +475,9 @@ class Accelerator(Standing):
         Inside a window nothing is clipped, and the norm is that of the gradients so far.
         """
         parameters = parameter_list(parameters)
-        check(max_norm=max_norm, norm_type=norm_type)
+        usual = type(max_norm) in (float, int) and max_norm >= 0 and type(norm_type) in (float, int) and norm_type > 0
+        if not usual:
+            check(max_norm=max_norm, norm_type=norm_type)
         if self.sync_gradients:
             resolution.check_clipping(max_norm)
             self._unscale_for(parameters)

@@ -58,11 +58,12 @@ def test_names_have_their_types(installed, tmp_path):
 
 
 INTERFACE = [
-    "trainer/accelerator.py", "trainer/local_sgd.py", "trainer/cli/basic_config.py",
+    "trainer/accelerator.py", "trainer/expected.py", "trainer/local_sgd.py", "trainer/standing.py",
+    "trainer/cli/basic_config.py",
     *(f"strategies/{name}.py" for name in (
-        "agreement", "availability", "collectives", "empty_weights", "file_names", "gradients", "memory", "messages",
-        "nested", "optimizer", "ports", "refusals", "scheduler", "settings", "sizes", "state", "variables", "weights",
-        "wrappers",
+        "agreement", "availability", "collectives", "empty_weights", "file_names", "float8", "fp8_recipes", "gradients",
+        "memory", "messages", "nested", "optimizer", "ports", "refusals", "scheduler", "settings", "sizes", "state",
+        "torch_files", "variables", "weights", "wrappers",
     )),
     *(f"strategies/data/{name}.py" for name in ("dispatcher", "preparing", "shards")),
 ]  # fmt: skip
@@ -79,7 +80,7 @@ warn_return_any = false
 [mypy-torch.*,torchmetrics.*,numpy.*,yaml.*,tqdm.*,safetensors.*,jsonargparse.*,xxhash.*,packaging.*]
 follow_imports = skip
 ignore_missing_imports = true
-[mypy-bitsandbytes.*,habana_frameworks.*,torch_xla.*]
+[mypy-bitsandbytes.*,habana_frameworks.*,torch_xla.*,torchao.*]
 ignore_missing_imports = true
 """
 
