@@ -60,7 +60,7 @@ def made(path: Path, said: dict[str, Any]) -> GeneralTracker:
     if "place" not in said:
         name = said.get("name", path.stem.removeprefix("journal-"))
         raise ValueError(
-            f"Expected a tracker that is made by its name. Received: {path} of an object of the program's own, {name!r}. "
+            f"Expected a tracker that is made by its name. Received: {path} of an object of the program, {name!r}. "
             "Make it, and call drivetrain.callbacks.tracking.replay.replay(path, tracker)."
         )
     build: Any = tracker_class(said["name"])

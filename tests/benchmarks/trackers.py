@@ -114,7 +114,10 @@ def main() -> None:
     if options.contender:
         print(json.dumps(contend(options.contender)), flush=True)
         os._exit(0)  # the thread of a tracker may hang for a while
-    rounds = [{contender: measured(contender) for contender in CONTENDERS} for _ in range(options.rounds)]
+    rounds = []
+    for number in range(options.rounds):
+        rounds.append({contender: measured(contender) for contender in CONTENDERS})
+        print(f"turn {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True)
     print(f"{STEPS - FIRST} steps, a row every {EVERY}; median of {len(rounds)} turns (smallest to largest)")
     for contender in CONTENDERS:
         cells = []
