@@ -92,6 +92,8 @@ class Arranged(ProcessGroupStrategy):
     def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
         """Methods see whole sequences in their attention, where they work on parts of them."""
         function = super().entry(model, method, precision, manual=manual)
+        if self._divides_losses:
+            function = _inside(self._losses, function)
         if self.sequences is None:
             return function
         sequences = self.sequences
@@ -103,8 +105,27 @@ class Arranged(ProcessGroupStrategy):
         return on_parts
 
     def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
-        with self._attention():  # activations that are computed again need it, too
+        with self._attention(), self._losses():  # activations that are computed again need attention, too
             super().backward(loss, precision, **kwargs)
+
+    @property
+    def _divides_losses(self) -> bool:
+        handler = self.parallelism.tp_handler
+        return self.parallelism.tp_enabled and handler is not None and handler.loss_parallel
+
+    def _losses(self) -> AbstractContextManager[None]:
+        nothing: Any = NOTHING
+        if not self._divides_losses:
+            return nothing
+        from .tensor_parallel import losses_on_parts
+
+        return losses_on_parts()
+
+    def join(self, joinables: list[Any], **options: Any) -> Any:
+        raise NotImplementedError(
+            f"Expected equally many batches on all ranks under strategy={self.name!r}. Received: join_uneven_inputs. Leave "
+            "it out, and even_batches as it is (True)."
+        )
 
     def _attention(self) -> AbstractContextManager[None]:
         context: Any = NOTHING if self.sequences is None else self.sequences.attention()
@@ -114,6 +135,14 @@ class Arranged(ProcessGroupStrategy):
         prepared = super().prepare_optimizer(optimizer, precision, place=place)
         update_one_by_one(optimizer)
         return prepared
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
 
 
 def update_one_by_one(optimizer: Any) -> None:

@@ -137,6 +137,7 @@ class ParallelStrategy(ShardedState, Arranged):
     ) -> torch.nn.Module:
         """Divides a model in place; the same object comes back. `evaluation` makes no difference but for gradients."""
         before = replaced_parameters.named([model])
+        initial_weights.materialize(model, self.device, None)
         model = super().prepare_model(model, precision, place=place, evaluation=evaluation)
         initial_weights.synchronize(_plain(model), self.world)
         self.divide(model)

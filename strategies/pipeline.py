@@ -75,6 +75,14 @@ class PipelineStrategy(ShardedState, Arranged):
         self._pipelines: Any = weakref.WeakKeyDictionary()  # module -> Pipeline
         self._syncing = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes to processes that are started with this strategy: the options, not what runs here."""
+        return {**self.__dict__, "_pipelines": None, "_gone": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        none = {"_pipelines": weakref.WeakKeyDictionary(), "_gone": torch.utils.weak.WeakIdKeyDictionary()}
+        self.__dict__.update(state, **none)
+
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
         world = super()._create_world(placement, device, settings)
         self.gradients = GradientMean(self.layout.loss)
@@ -126,9 +134,14 @@ class PipelineStrategy(ShardedState, Arranged):
         """Cuts a model in place; the same object comes back, with the stages of this rank."""
         if model in self._pipelines:
             return model
-        before = list(model.parameters())
-        initial_weights.synchronize([tensor.detach() for tensor in [*before, *model.buffers()]], self.world)
+        before, absent = list(model.parameters()), initial_weights.on_meta(model)
+        if not absent:
+            initial_weights.synchronize([tensor.detach() for tensor in [*before, *model.buffers()]], self.world)
         own = self._cut(model, precision)
+        if absent:  # each rank makes its stages only; replicas get those of the first
+            initial_weights.materialize(model, self.device, None)
+            made = [tensor.detach() for tensor in [*model.parameters(), *model.buffers()]]
+            initial_weights.synchronize(made, self.data_world)
         if place:
             model.to(self.device)
         if isinstance(precision.dtype, torch.dtype) and precision.name.endswith("-true"):

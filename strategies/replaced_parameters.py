@@ -19,6 +19,10 @@ class Replaced:
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        """What goes to processes that are started: nothing, as no parameters are known there."""
+        return type(self), ()
+
     def note(self, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         """Remembers which parameter of a model has the name of each one before."""
         after = dict(model.named_parameters(remove_duplicate=False))

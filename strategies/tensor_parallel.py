@@ -25,7 +25,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -110,6 +112,8 @@ def parallelize(module: nn.Module, mesh: Any, handler: TorchTensorParallelConfig
     """
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return  # it was divided before, by an earlier run or by who has loaded it
+    if handler.enable_async_tp:
+        overlap(mesh)
     styles = resolve(module, handler)
     size = mesh.size()
     _check_sizes(module, styles, size)
@@ -117,6 +121,40 @@ def parallelize(module: nn.Module, mesh: Any, handler: TorchTensorParallelConfig
     for name, (_, style) in styles.items():
         parallelize_module(module.get_submodule(name), mesh, style)
     _tie_again(module, tied, mesh)
+
+
+@contextmanager
+def losses_on_parts() -> Iterator[None]:
+    """Lets cross-entropy take outputs whose vocabulary is divided, and return a plain loss; around a backward, too."""
+    before = nn.functional.cross_entropy
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        found = before(*args, **kwargs)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    with loss_parallel():
+        nn.functional.cross_entropy = whole  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            nn.functional.cross_entropy = before
+
+
+def overlap(mesh: Any) -> None:
+    """Lets torch's compiler overlap the communication of divided layers with their products.
+
+    Raises:
+        ValueError: the mesh is not one of CUDA devices.
+    """
+    if mesh.device_type != "cuda":
+        raise ValueError(
+            f"Expected CUDA devices for enable_async_tp=True. Received: {mesh.device_type!r}. Leave it out."
+        )
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def resolve(module: nn.Module, handler: TorchTensorParallelConfig) -> dict[str, tuple[str, ParallelStyle]]:

@@ -174,12 +174,12 @@ class Standing:
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by `fully_shard`."""
-        return self.strategy.name in ("fsdp", "hsdp")
+        return self.strategy.name.partition("+")[0] in ("fsdp", "hsdp")
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether the engine can be combined with tensor, context and other parallelism."""
-        return self.is_fsdp2
+        return self.is_fsdp2 or self.parallelism_config is not None
 
     @property
     def tensor_parallel_rank(self) -> int:
