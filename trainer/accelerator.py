@@ -427,7 +427,8 @@ class Accelerator(Standing):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Returns the context that computes in the run's precision; the handler replaces the run's options."""
-        check_optional(autocast_handler=autocast_handler)
+        if autocast_handler is not None:
+            check(autocast_handler=autocast_handler)
         context: AbstractContextManager[None] = self.precision.autocast(autocast_handler)
         return context
 
@@ -488,7 +489,8 @@ class Accelerator(Standing):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clips every element of the gradients to [-clip_value, clip_value] at the end of a window."""
         parameters = parameter_list(parameters)
-        check(clip_value=clip_value)
+        if type(clip_value) not in (float, int) or not clip_value >= 0:
+            check(clip_value=clip_value)
         if self.sync_gradients:
             self._unscale_for(parameters)
             self.strategy.clip_value(parameters, clip_value)
