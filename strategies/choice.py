@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import environment
+from . import environment, rendezvous
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def create(
         ValueError: no strategy has that name (the message names the nearest), or two of these do not agree.
         NotImplementedError: the engine is not part of this version.
     """
+    rendezvous.report_uncaught()  # what follows may refuse a script's settings, and the launcher is to say so
     plugins = [plugin for plugin in plugins if plugin is not None]
     for plugin in plugins:
         _check_options(plugin, "an engine's option object, for example FullyShardedDataParallelPlugin()")

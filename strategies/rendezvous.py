@@ -33,6 +33,7 @@ _FAILURE = "drivetrain/failure"
 _store: dist.Store | None = None
 _rank = 0
 _previous_hook: Any = None
+_listening = False
 _retired: Any = None
 
 
@@ -87,6 +88,12 @@ def store() -> dist.Store | None:
     return _store
 
 
+def report_uncaught() -> None:
+    """Let the agent that started this process, if one did, be told of an exception that ends it before it has joined."""
+    if environment.text("TORCHELASTIC_ERROR_FILE"):
+        _install_hook()
+
+
 def report_failure(error: BaseException) -> None:
     """Tell the elastic agent and the other ranks that this one ends by `error`; the first report is the one kept."""
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -126,11 +133,18 @@ def _backend(device: torch.device) -> str:
 
 def _listen(store: dist.Store, rank: int) -> None:
     """From now on what ends this process is reported."""
-    global _store, _rank, _previous_hook
+    global _store, _rank, _listening
     _store, _rank = store, rank
+    _install_hook()
+    if not _listening:
+        _listening = True
+        atexit.register(_report_exit, os.getpid())
+
+
+def _install_hook() -> None:
+    global _previous_hook
     if _previous_hook is None:
         _previous_hook, sys.excepthook = sys.excepthook, _hook
-        atexit.register(_report_exit, os.getpid())
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
