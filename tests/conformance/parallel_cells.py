@@ -180,7 +180,8 @@ PLAN = {
     "net.embed.token": "embedding_rowwise",
 }  # fmt: skip
 SEQUENCE_PLAN = {
-    "net.embed": "scatter_sequence", "net.layers.*.norm1": "sequence_parallel", "net.layers.*.norm2": "sequence_parallel",
+    "net.embed": "scatter_sequence",
+    "net.layers.*.norm1": "sequence_parallel", "net.layers.*.norm2": "sequence_parallel",
     "net.layers.*.q": "colwise_from_sequence", "net.layers.*.k": "colwise_from_sequence",
     "net.layers.*.v": "colwise_from_sequence", "net.layers.*.o": "rowwise_to_sequence",
     "net.layers.*.up": "colwise_from_sequence", "net.layers.*.down": "rowwise_to_sequence",
@@ -235,7 +236,7 @@ def train(
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
-        "metrics": {name: trainer.callback_metrics[name] for name in ("val_loss", "right") if name in trainer.callback_metrics},
+        "metrics": {name: value for name, value in trainer.callback_metrics.items() if name in ("val_loss", "right")},
         "weights": {name: value.detach().clone() for name, value in weights.items()},
     }
 
@@ -328,7 +329,7 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any], *, tolerance:
     pairs = {
         "losses": (found["losses"], expected["losses"]),
         "norms": (found["norms"], expected["norms"]),
-        "metrics": (list(found["metrics"].values()), list(expected["metrics"].values())),
+        "metrics": ([found["metrics"][name] for name in expected["metrics"]], list(expected["metrics"].values())),
     }
     differences = {kind: _difference(torch.tensor(a), torch.tensor(b)) for kind, (a, b) in pairs.items() if len(b)}
     weights = [_difference(found["weights"][name], value) for name, value in expected["weights"].items()]

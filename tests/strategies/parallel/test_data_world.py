@@ -109,7 +109,8 @@ class Counts(TrainModule):
 
 def test_sums_and_metric_objects_count_each_sample_once():
     def fit(rank):
-        config = ParallelismConfig(**SQUARE, tp_handler=TorchTensorParallelConfig(plan={"wide": "colwise_gather_output"}))
+        handler = TorchTensorParallelConfig(plan={"wide": "colwise_gather_output"})
+        config = ParallelismConfig(**SQUARE, tp_handler=handler)
         module = Counts()
         trainer = Trainer(accelerator="cpu", strategy=config, max_epochs=1, logger=False, enable_checkpointing=False,
                           enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +17,12 @@ from drivetrain import (
     SequenceParallelStrategy,
     TensorParallelStrategy,
     TorchContextParallelConfig,
+    TorchTensorParallelConfig,
 )
 from drivetrain.strategies.context_parallel import Sequences
 from drivetrain.strategies.sequence_attention import Exchanged, Gathered, Ring
 from drivetrain.strategies.stages import check_apart, cut_of, find_part
-from drivetrain.tests.conformance.parallel_cells import Block, Language, Mixed, Sequence, Tokens, train
+from drivetrain.tests.conformance.parallel_cells import PLAN, Block, Language, Mixed, Sequence, Tokens, compare, train
 from drivetrain.tests.distributed import RankFailed, run
 from torch import nn
 from torch.nn import functional as F
@@ -299,3 +302,82 @@ def test_a_mesh_that_does_not_match_the_ranks_is_refused_with_the_sizes():
             Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2))
 
     run(work, 2)
+
+
+# Losses, gradients, processes that are started
+
+
+def test_losses_on_a_divided_vocabulary():
+    class Loss(Language):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss(batch)[0])
+
+    plan = {**PLAN, "net.head": "colwise_loss_parallel"}
+    (expected,) = run(lambda rank: train(module=Loss(), steps=3), 1, group=False)
+    strategy = TensorParallelStrategy(2, plan, loss_parallel=True)
+    found = run(lambda rank: train(strategy, module=Loss(), steps=3, inference_mode=False), 2)[0]
+    compare(found, expected)
+
+
+def test_parameters_that_some_ranks_leave_out_count_as_zero_there():
+    def work(rank):
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+        layers = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), nn.Linear(1, 1)])
+        model = accelerator.prepare(layers)
+        accelerator.backward(model[rank](torch.ones(1, 1)).sum())
+        return [None if p.grad is None else p.grad.item() for p in model.parameters()]
+
+    assert run(work, 2) == [[0.5, 0.5, None, None]] * 2
+
+
+def test_gradients_of_a_window_are_reduced_once():
+    def work(rank):
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2), gradient_accumulation_steps=2
+        )
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        seen = []
+        for value in (1.0, 2.0):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.tensor([[value * (1 + rank)]])).sum())
+            seen.append(model.weight.grad.item())
+        return seen
+
+    assert run(work, 2) == [[0.5, 2.25], [1.0, 2.25]]
+
+
+def test_stages_on_meta_are_made_where_they_are_kept():
+    def work(rank):
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, pp_size=2))
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        model = accelerator.prepare_model(model)
+        return {name: value.tolist() for name, value in model.named_parameters()}
+
+    first, second, third, fourth = run(work, 4)
+    assert first == second and third == fourth  # replicas of one stage
+    assert sorted(first) == ["0.bias", "0.weight", "1.bias", "1.weight"] and "3.weight" in third
+
+
+@pytest.mark.parametrize("make", [TensorParallelStrategy, ContextParallelStrategy, PipelineStrategy])
+def test_strategies_go_to_processes_that_are_started(make):
+    sent = pickle.loads(pickle.dumps(make(2)))
+    assert sent.parallelism.total_size == 2 and sent.world.size == 1
+
+
+def test_async_tensor_parallel_needs_cuda():
+    handler = TorchTensorParallelConfig(enable_async_tp=True, plan=PLAN)
+    strategy = ParallelismConfig(tp_size=2, tp_handler=handler)
+    assert "'cpu'" in refusal(lambda: strategy, Language)
+
+
+def test_a_rank_that_fails_is_named():
+    class Fails(Sequence):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1 and torch.distributed.get_rank() == 1:
+                raise KeyError("a step of rank 1")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RankFailed, match="Rank 1 of 2 raised KeyError") as caught:
+        run(lambda rank: train(PipelineStrategy(2), module=Fails(), validate=False), 2, patience=0.0)
+    assert caught.value.rank == 1

@@ -53,7 +53,8 @@ def test_names_of_accelerate():
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=5, cp_size=7)
     assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (210, 6, 35)
     assert config.dp_dim_names == ["dp_replicate", "dp_shard"] and set(config.non_dp_dim_names) == {"tp", "cp"}
-    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"] and config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
     assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
     assert config.tp_enabled and config.cp_enabled and config.dp_shard_enabled and config.dp_replicate_enabled
     assert not config.sp_enabled and config.active_mesh_dims == ["dp_replicate", "dp_shard", "cp", "tp"]
