@@ -273,7 +273,9 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
 
     def gradient_holders(self, models: Iterable[Any]) -> list[Any]:
         modules = [self.unwrap(model) for model in models]
-        return [*super().gradient_holders(modules), *(held for m in modules for held in sharding.held_gradients(m))]
+        held = [one for module in modules for one in sharding.held_gradients(module)]
+        whole = {id(one.whole) for one in held}  # which may stand in the place of the parameters just now
+        return [p for p in super().gradient_holders(modules) if id(p) not in whole] + held
 
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return sharded_gradients.clip_norm(parameters, max_norm, norm_type)

@@ -42,7 +42,7 @@ class Values:
         self._set_aside: dict[str, Tensor] | None = None
         if any(absent) and not absent[0]:
             self._set_aside = set_aside(model) if world.rank == 0 else {}
-            model.to("meta")
+            to_meta(model)
         self._initialize = absent[0]
 
     def before(self, part: nn.Module) -> None:
@@ -78,6 +78,21 @@ def synchronize(tensors: list[Tensor], world: World) -> None:
 def set_aside(model: nn.Module) -> dict[str, Tensor]:
     """Returns the weights of a model by name, which stay though the model is moved to "meta"."""
     return {name: tensor.detach() for name, tensor in _named(model)}
+
+
+def to_meta(model: nn.Module) -> None:
+    """Moves a model to "meta", where tied weights stay tied (`Module.to` makes each of them anew)."""
+    new: dict[int, Tensor] = {}
+    for part in model.modules():
+        for owned in (part._parameters, part._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None and not tensor.is_meta:
+                    owned[name] = new.setdefault(id(tensor), _on_meta(tensor))
+
+
+def _on_meta(tensor: Any) -> Any:
+    moved = tensor.detach().to("meta")
+    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def put_back(model: nn.Module, weights: dict[str, Tensor], world: World) -> None:

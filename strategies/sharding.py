@@ -171,8 +171,18 @@ class Held:
         kept: Tensor | None = self._parameter.unsharded_accumulated_grad
         if kept is not None:
             return kept
-        whole = getattr(self._parameter, "_unsharded_param", None)
-        return None if whole is None else whole.grad
+        return None if self.whole is None else self.whole.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._parameter.unsharded_accumulated_grad = value
+        if self.whole is not None:
+            self.whole.grad = None
+
+    @property
+    def whole(self) -> Any:
+        """The whole parameter, which has no memory outside of a pass; None before the first."""
+        return getattr(self._parameter, "_unsharded_param", None)
 
 
 def held_gradients(model: nn.Module) -> list[Held]:
