@@ -90,8 +90,8 @@ def call(function: Callable[..., Any], *args: Any, processes: int, start_method:
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as directory:
         main = (main_address, store.port)
         job = _Job(function, args, processes, start_method, directory, main, dict(variables or {}))
-        job.start()
         try:
+            job.start()
             return job.wait()
         finally:
             job.end()
@@ -263,6 +263,7 @@ class _Job:
 
     def start(self) -> None:
         context = multiprocessing.get_context(self.start_method)
+        self.others = multiprocessing.active_children()
         pipes = [context.Pipe(duplex=False) for _ in range(self.processes)]
         self.receivers = [receiver for receiver, _ in pipes]
         self.answers: dict[int, bytes] = {}
@@ -296,11 +297,13 @@ class _Job:
         return [unpacked(self.answers[rank])[1] for rank in range(self.processes)]
 
     def end(self) -> None:
-        """End what still runs (after Ctrl-C here, say)."""
-        for process in self.context.processes:
-            if process.is_alive():
-                process.terminate()
-        for process in self.context.processes:
+        """End what still runs (after Ctrl-C here, say, which may come while ranks are being started)."""
+        known = getattr(self, "context", None)
+        born = [one for one in multiprocessing.active_children() if one not in self.others]
+        started = born if known is None else [process for process in known.processes if process.is_alive()]
+        for process in started:
+            process.terminate()
+        for process in started:
             process.join(PATIENCE)
             if process.is_alive():
                 process.kill()
