@@ -241,6 +241,11 @@ class Strategy:
         """Returns what holds gradients of these models, each as its `grad`: their parameters."""
         return list(parameters_of(models))
 
+    def drop_gradients(self, models: Iterable[Any]) -> None:
+        """Drops the gradients of a window that will not be finished."""
+        for holder in self.gradient_holders(models):
+            holder.grad = None
+
     def divided_buffers(self, buffers: list[Any], dims: list[int], kept: set[Any]) -> Any:
         """Returns the context in which this process has its part of each tensor along a dimension of sequences."""
         return NOTHING

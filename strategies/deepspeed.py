@@ -343,6 +343,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         wrappers = [found for found in map(self._of_model, models) if found is not None]
         return [holder for wrapper in wrappers for holder in gradients.holders(wrapper.engine)]
 
+    def drop_gradients(self, models: Any) -> None:
+        for wrapper in map(self._of_model, models):
+            if wrapper is not None:
+                gradients.forget(wrapper.engine)
+
     # State
 
     def state_dict(self, model: Any, *, full: bool = True) -> dict[str, Any]:

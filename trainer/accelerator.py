@@ -367,8 +367,7 @@ class Accelerator(Standing):
 
     def abandon_window(self) -> None:
         """Drivetrain's: forgets the open window, its gradients too; the next micro-batch begins another one."""
-        for held in self._all_parameters():
-            held.grad = None
+        self.strategy.drop_gradients(self._contents.models)
         self._begin_windows()
         self.sync_gradients = True
 

@@ -92,6 +92,21 @@ def test_a_window_that_an_early_end_leaves_open_is_dropped_and_told(at, right, t
     assert sum("not finished" in record.message for record in caplog.records) == told
 
 
+def test_sharded_gradients_of_an_open_window_are_dropped_too():
+    def rank(rank, strategy):
+        torch.manual_seed(1)
+        module = Line()
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, accumulate_grad_batches=4,
+                          callbacks=[Breaking(2)], logger=False, enable_progress_bar=False, enable_model_summary=False,
+                          enable_checkpointing=False)  # fmt: skip
+        trainer.fit(module, loader(16, 1))
+        return {name: value.item() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
+
+    (right, _), (found, _) = run(rank, 2, "ddp"), run(rank, 2, "fsdp")
+    assert found == {name: pytest.approx(value) for name, value in right.items()}
+    assert right != {name: value.item() for name, value in Line().state_dict().items()}
+
+
 def test_resuming_behind_an_early_end_is_the_same(tmp_path):
     def fit(epochs, ckpt_path=None):
         module = Slope(lambda index: 1.0 + index)
