@@ -13,8 +13,8 @@ import os
 from typing import Any
 
 from ..strategies import environment
-from ..strategies.fp8_recipes import RECIPES, AORecipeKwargs
 from ..strategies.deepspeed_plugin import DeepSpeedPlugins
+from ..strategies.fp8_recipes import RECIPES, AORecipeKwargs
 from ..strategies.precision import canonical_name
 from ..strategies.settings import (
     AutocastKwargs,
@@ -195,7 +195,7 @@ def loader_configuration(config: DataLoaderConfiguration | None, split_batches: 
 
 
 def project_configuration(
-    config: ProjectConfiguration | None, project_dir: str | os.PathLike | None
+    config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
     """Returns where the project's files lie; the folder may be given apart."""
     config = copy.copy(config) if config is not None else ProjectConfiguration()

@@ -35,7 +35,7 @@ class Trainer(TrainerState):
         strategy: "auto", "ddp", another word of the registry, or a strategy object.
         devices: how many devices (processes) on this machine, a list of their indices, or "auto".
         num_nodes: how many machines.
-        precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64-true".
+        precision: "32", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true" or "64-true".
         seed: seeds torch, numpy and random on every rank, and the order of data; None leaves them alone.
         logger: True (TensorBoard and CSV), False, names of trackers, trackers, or a ``Tracking`` callback.
         callbacks: one or several callbacks.
