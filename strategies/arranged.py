@@ -123,8 +123,8 @@ class Arranged(ProcessGroupStrategy):
 
     def join(self, joinables: list[Any], **options: Any) -> Any:
         raise NotImplementedError(
-            f"Expected equally many batches on all ranks under strategy={self.name!r}. Received: join_uneven_inputs. Leave "
-            "it out, and even_batches as it is (True)."
+            f"Expected equally many batches on all ranks under strategy={self.name!r}. Received: join_uneven_inputs. "
+            "Leave it out, and even_batches as it is (True)."
         )
 
     def _attention(self) -> AbstractContextManager[None]:
