@@ -188,6 +188,9 @@ class Strategy:
 
         return prepare_loader(loader, world=self.data_world, **options)
 
+    def release(self) -> None:
+        """Lets go of what was prepared."""
+
     def unwrap(self, model: Any, *, keep_compiled: bool = False) -> torch.nn.Module:
         """Returns the user's own module inside what this engine and, unless it is kept, a compiler put around it."""
         return model if keep_compiled else getattr(model, "_orig_mod", model)

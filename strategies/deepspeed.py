@@ -23,7 +23,7 @@ from . import environment
 from .base import Settings, compile_model, is_scheduler
 from .checkpoint.tensors import clean_keys
 from .contents import fitted
-from .deepspeed_config import HfDeepSpeedConfig, of_batches, of_precision, refuse_parallelism, settle
+from .deepspeed_config import HfDeepSpeedConfig, Said, of_batches, of_precision, refuse_parallelism, settle
 from .deepspeed_engine import DeepSpeedEngineWrapper, create_engine, package, samples_of, settled
 from .deepspeed_optimizer import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, EngineOptimizer
 from .deepspeed_pairs import TOGETHER, is_of, paired
@@ -120,10 +120,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         package(device)
         return super()._create_world(placement, device, settings)
 
-    def teardown(self) -> None:
+    def release(self) -> None:
+        """Takes the engines off their modules, which can then be prepared again."""
         for wrapper in self._engines:
-            wrapper.engine.destroy()
+            wrapper.release()
         self._engines.clear()
+
+    def teardown(self) -> None:
+        self.release()
         super().teardown()
 
     @property
@@ -232,6 +236,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             model = precision.prepare_model(model, evaluation=evaluation)
         self.plugin.set_moe_leaf_modules(model)
         wrapper = DeepSpeedEngineWrapper(self._create(model, optimizer, scheduler))
+        wrapper.config = self.plugin.hf_ds_config
         self._engines.append(wrapper)
         if optimizer is not None:
             optimizer.drop = wrapper.forget
@@ -303,15 +308,16 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         wrapper.backward(loss, GradientState().sync_gradients and not wrapper.held, **kwargs)
 
     def _check_batch(self, wrapper: DeepSpeedEngineWrapper) -> None:
-        """The loader that is trained on is known now, and the configuration may say another size of its batches."""
+        """What is known only when training begins: the loader that is trained on, and a callback's micro-batches."""
         wrapper.told_batch = True
-        loader, engine = GradientState().active_dataloader, wrapper.engine
+        loader, engine, steps = GradientState().active_dataloader, wrapper.engine, GradientState().num_steps
         samples = None if loader is None else samples_of([loader], self.data_world.size, smallest=True)
-        if samples is None or samples == engine.train_micro_batch_size_per_gpu() or self._samples is not None:
-            return
-        config, ranks = HfDeepSpeedConfig(self.plugin.hf_ds_config), self.data_world.size
-        settle(config, of_batches(samples, engine.gradient_accumulation_steps(), ranks), complete=False)
-        engine.set_train_micro_batch_size(samples)
+        samples = None if self._samples is not None else samples
+        who = f"the script (gradient_accumulation_steps={steps})"
+        said = [Said("gradient_accumulation_steps", steps, who), *of_batches(samples, steps, self.data_world.size)]
+        settle(HfDeepSpeedConfig(wrapper.config), said, complete=False)
+        if samples is not None and samples != engine.train_micro_batch_size_per_gpu():
+            engine.set_train_micro_batch_size(samples)
 
     def step(
         self, optimizer: Any, closure: Callable | None = None, *, precision: Precision
@@ -356,7 +362,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ValueError: the options refuse to gather the model.
         """
-        if self.plugin.zero_stage == 3 and self.plugin.get_value(_GATHER) is False:
+        wrapper = self._of_model(model)
+        if wrapper is not None and wrapper.config.is_zero3() and wrapper.config.is_false(_GATHER):
             raise ValueError(
                 f"Expected {_GATHER} to save a whole model under ZeRO-3. Received: False. Set it, or "
                 "zero3_save_16bit_model=True."

@@ -223,8 +223,8 @@ def refuse_parallelism(parallelism: Any, configs: list[HfDeepSpeedConfig]) -> No
             value = config.get_value(key)
             if isinstance(value, int) and value > 1:
                 raise NotImplementedError(
-                    f"Expected DeepSpeed with data parallelism (ZeRO). Received: {key}={value} in {config.source}, whose "
-                    f"parts of a model drivetrain could not save under its own names. Use {instead}."
+                    f"Expected DeepSpeed with data parallelism (ZeRO). Received: {key}={value} in {config.source}, "
+                    f"whose parts of a model drivetrain could not save under its own names. Use {instead}."
                 )
     sizes = {} if parallelism is None else {
         name: getattr(parallelism, name, None) for name in ("tp_size", "cp_size", "sp_size", "pp_size", "ep_size",

@@ -163,6 +163,7 @@ def create_engine(
 ) -> Any:
     """Returns the engine of a model, which takes the optimizer over."""
     deepspeed = package(world.device)
+    _check_disk(config)
     arguments: dict[str, Any] = {"model": model, "config": config.config, **options}
     if optimizer is not None and isinstance(optimizer.given, DummyOptim):
         arguments["model_parameters"] = optimizer.given.copies()
@@ -180,6 +181,16 @@ def create_engine(
     return engine
 
 
+def _check_disk(config: HfDeepSpeedConfig) -> None:
+    """Offloading to NVMe needs asynchronous input and output, for which DeepSpeed builds an extension."""
+    devices = [config.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
+    if "nvme" in devices and not import_module("deepspeed.ops").__compatible_ops__.get("async_io"):
+        raise RuntimeError(
+            "Expected libaio, with which DeepSpeed offloads to NVMe. Received: a machine on which its extension "
+            "async_io cannot be built. Install libaio-dev (libaio-devel) and a C++ compiler, or offload to 'cpu'."
+        )
+
+
 def _wants_own_optimizer(config: HfDeepSpeedConfig) -> bool:
     """Whether DeepSpeed steps states in the host's memory, where it accepts its own optimizers."""
     device = config.get_value("zero_optimization.offload_optimizer.device")
@@ -193,6 +204,7 @@ class DeepSpeedEngineWrapper:
         self.engine = engine
         self.held = 0  # contexts in which gradients stay unreduced
         self.pending = False  # gradients of a whole window wait for a step
+        self.config: Any = None  # as it was before the run filled it
         self.told_batch = False  # the size of a micro-batch is known to be right
         self.trained = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
         self._through = False
@@ -276,6 +288,12 @@ class DeepSpeedEngineWrapper:
         if self.pending:
             self.pending = False
             gradients.forget(self.engine)
+
+    def release(self) -> None:
+        """Takes the engine's hooks off its module."""
+        for hook in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
+            hook.remove()
+        self.engine.destroy()
 
     def get_global_grad_norm(self) -> Any:
         """Returns the norm of the gradients of the last step, as it was before clipping."""

@@ -853,6 +853,7 @@ class Accelerator(Standing):
         """Drivetrain's: lets go of everything prepared, and leaves it to Python when to free it (cheap)."""
         self._contents.clear()
         self.precision.release()
+        self.strategy.release()
         self._begin_windows()
 
     def clear(self, *objects: Any) -> list[None]:

@@ -204,6 +204,18 @@ def test_states_and_weights_offloaded_to_the_host():
             assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
 
 
+def test_offload_to_a_disk_without_what_the_package_needs_for_it(tmp_path):
+    def work(rank):
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["async_io"] = False  # as it is without libaio
+        options = dict(offload_optimizer_device="nvme", offload_optimizer_nvme_path=str(tmp_path))
+        with pytest.raises(RuntimeError, match="Expected libaio.*async_io.*offload to 'cpu'"):
+            runs.trained(runs.accelerator(3, **options), 4)
+
+    run(work, 1)
+
+
 # One run, chosen in different ways
 
 

@@ -167,3 +167,40 @@ def test_module_is_evaluated_without_training_it(tmp_path):
     expected = float(F.cross_entropy(runs.mlp()(x), y).detach())
     for found in run(work, 2, timeout=60):
         assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_one_module_is_fitted_evaluated_and_fitted_again():
+    """Engines are taken off a module before it is prepared anew: two fits of one epoch, as on one process."""
+
+    def work(rank, strategies, batch):
+        found = []
+        for strategy in strategies:
+            GradientState._reset_state()
+            PartialState._reset_state()
+            trainer = Trainer(strategy=strategy(), accelerator="cpu", max_epochs=1, enable_checkpointing=False, **QUIET)
+            module, loader = Classifier(), DataLoader(runs.data(32), batch_size=batch)
+            trainer.fit(module, loader)
+            (row,) = trainer.validate(module, DataLoader(runs.data(37), batch_size=5))
+            trainer.fit(module, loader)
+            found.append((row["val_loss"], runs.vector(trainer.accelerator.get_state_dict(trainer.model))))
+        return found
+
+    (((loss, weights),),) = run(work, 1, [lambda: "single"], 8, group=False)
+    stages = [lambda stage=stage: DeepSpeedStrategy(zero_stage=stage) for stage in range(4)]
+    for rank in run(work, 2, stages, 4, timeout=100):
+        for its_loss, its_weights in rank:
+            assert its_loss == pytest.approx(loss, rel=1e-5) and runs.far(its_weights, weights) <= 1e-5
+
+
+def test_batches_of_another_size_than_the_configuration_says_are_refused():
+    """The loader is known to the engine when it trains on it."""
+
+    def work(rank):
+        with pytest.raises(ValueError, match="8 in the configuration, 4 in the loader's batch_size"):
+            fit(DeepSpeedStrategy({"train_micro_batch_size_per_gpu": 8}), 4, {}, {})
+        with pytest.raises(ValueError, match="gradient_accumulation_steps: 2 in the configuration, 4 in the script"):
+            fit(DeepSpeedStrategy({"gradient_accumulation_steps": 2}), 4, {}, dict(accumulate_grad_batches=4))
+        return fit(DeepSpeedStrategy({"gradient_accumulation_steps": 5}), 8, {}, {})
+
+    ((_, _, steps),) = run(work, 1)
+    assert steps == 3
