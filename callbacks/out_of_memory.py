@@ -60,7 +60,7 @@ class OutOfMemory(Callback):
         _add(exception, text)
 
     def _dumped(self, trainer: Any) -> Path:
-        folder = Path(trainer.log_dir if self.snapshot is True else self.snapshot)
+        folder = Path(self.snapshot if isinstance(self.snapshot, (str, Path)) else trainer.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"memory-rank-{trainer.global_rank}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))

@@ -133,13 +133,14 @@ def find_checkpoint(trainer: Trainer, wanted: Any, attempt: Attempt | None = Non
     In a fit that an agent has started again it is what that fit has saved before, whatever was wanted. The main process
     looks and tells the others, so that all ranks go on from the same one (collective).
     """
-    again = attempt is not None and attempt.again
-    if wanted is None and not again:
+    again = attempt if attempt is not None and attempt.again else None
+    if wanted is None and again is None:
         return None
-    world, outcome = trainer.accelerator.world, None
+    world = trainer.accelerator.world
+    outcome: Any = None
     if world.rank == 0:
         try:
-            outcome = (_own(trainer, attempt) if again else None) or _find(trainer, wanted), None
+            outcome = (_own(trainer, again) if again is not None else None) or _find(trainer, wanted), None
         except Exception as error:
             outcome = None, error
     found, error = world.broadcast_object(outcome)
