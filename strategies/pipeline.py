@@ -134,10 +134,12 @@ class PipelineStrategy(ShardedState, Arranged):
         """Cuts a model in place; the same object comes back, with the stages of this rank."""
         if model in self._pipelines:
             return model
+        config = self.parallelism.pp_handler or PipelineConfig()
+        _, part = stages.find_part(model, config.module)
         before, absent = list(model.parameters()), initial_weights.on_meta(model)
-        if not absent:
+        if not absent and stages.known(part) is None:
             initial_weights.synchronize([tensor.detach() for tensor in [*before, *model.buffers()]], self.world)
-        own = self._cut(model, precision)
+        own = self._cut(model, precision, config)
         if absent:  # each rank makes its stages only; replicas get those of the first
             initial_weights.materialize(model, self.device, None)
             made = [tensor.detach() for tensor in [*model.parameters(), *model.buffers()]]
@@ -156,8 +158,7 @@ class PipelineStrategy(ShardedState, Arranged):
                 stage.compile(**dynamo.to_kwargs())
         return model
 
-    def _cut(self, model: torch.nn.Module, precision: Precision) -> dict[int, torch.nn.Module]:
-        config = self.parallelism.pp_handler or PipelineConfig()
+    def _cut(self, model: torch.nn.Module, precision: Precision, config: PipelineConfig) -> dict[int, torch.nn.Module]:
         world = self.pipeline_world
         ranks = places(config.schedule, world.size, config.stages_per_rank or 1)
         name, part = stages.find_part(model, config.module)
@@ -167,10 +168,7 @@ class PipelineStrategy(ShardedState, Arranged):
                 "Expected all parameters in the part that is cut into stages. Received: "
                 f"{', '.join(outside[:5])} beside {name!r}. Move them into it."
             )
-        cut = stages.cut_of(part, config, len(ranks))
-        stages.check_apart(part, cut, len(ranks))
-        own = {stage: cut(part, stage, len(ranks)) for stage, rank in enumerate(ranks) if rank == world.rank}
-        stages.keep(part, own)
+        own = stages.kept(part, config, ranks, world.rank)
         group = getattr(world, "group", None)
         self._pipelines[model] = Pipeline(
             part, own, ranks, world=world, group=group, schedule=config.schedule,

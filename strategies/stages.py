@@ -17,6 +17,7 @@ from torch import nn
 from .parallel_options import PipelineConfig
 
 Cut = Callable[[Any, int, int], nn.Module]
+_CUT = "_drivetrain_stages"
 
 
 def find_part(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
@@ -62,6 +63,35 @@ def cut_of(part: nn.Module, config: PipelineConfig, stages: int) -> Cut:
         )
     groups = _groups(list(part._modules), config.split, stages)
     return lambda part, stage, count: nn.Sequential(OrderedDict((name, part._modules[name]) for name in groups[stage]))
+
+
+def kept(part: nn.Module, config: PipelineConfig, ranks: list[int], rank: int) -> dict[int, nn.Module]:
+    """Cuts a part, and leaves in it the stages of one rank, which are returned by their numbers.
+
+    A part that was cut before, by an earlier run, stays as it is.
+
+    Raises:
+        ValueError: it cannot be cut so, or was cut otherwise.
+    """
+    before = known(part)
+    if before is not None:
+        if before[0] != (ranks, rank):
+            raise ValueError(
+                f"Expected a part that was cut alike before. Received: stages on the ranks {before[0][0]}, and now "
+                f"{ranks}. Make the module anew, and load a checkpoint."
+            )
+        return before[1]
+    cut = cut_of(part, config, len(ranks))
+    check_apart(part, cut, len(ranks))
+    own = {stage: cut(part, stage, len(ranks)) for stage, place in enumerate(ranks) if place == rank}
+    keep(part, own)
+    vars(part)[_CUT] = ((ranks, rank), own)
+    return own
+
+
+def known(part: nn.Module) -> Any:
+    """Returns how a part was cut before, and its stages here; None if it was not."""
+    return vars(part).get(_CUT)
 
 
 def keep(part: nn.Module, kept: dict[int, nn.Module]) -> None:
