@@ -131,6 +131,14 @@ def test_F1_a_trainer_script_follows_its_launch_file(home):
     assert f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS (gradient_accumulation_steps in {file})=4" in report
 
 
+def test_F1_a_trainer_script_shards_by_its_launch_file(home):
+    home.write("run.py", RUN.replace("trainer.precision.name)", "trainer.strategy.name, trainer.strategy.plugin.reshard_after_forward)"))
+    home.write("launch.yaml", "{distributed_type: FSDP, use_cpu: true, num_processes: 2,"
+               " fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}}")  # fmt: skip
+    done = home.cli("launch", "--config_file", "launch.yaml", "run.py")
+    assert told(home) == {"rank-0": "2 8 fsdp False", "rank-1": "2 8 fsdp False"}, done.stderr
+
+
 def test_a_trainer_that_asks_for_more_processes_than_were_launched(home):
     home.write("run.py", RUN.replace("= Trainer(", "= Trainer(accelerator='cpu', devices=2, "))
     done = home.cli("launch", "--cpu", "--num_processes", "1", "run.py")

@@ -41,6 +41,12 @@ def test_a_launch_file_can_be_tested(home):
     assert done.returncode == 0 and "in precision bf16-mixed." in done.stdout and "Everything passed." in done.stdout
 
 
+def test_a_launch_file_for_sharding_can_be_tested(home):
+    home.write("mine.yaml", "{distributed_type: FSDP, fsdp_config: {fsdp_version: 2}, use_cpu: true, num_processes: 2}")
+    done = home.cli("test", "--config_file", "mine.yaml")
+    assert done.returncode == 0 and "Everything passed." in done.stdout, done.stdout + done.stderr
+
+
 def test_what_fails_is_said(monkeypatch, capsys):
     def broken(accelerator):
         raise ArithmeticError("as asked")
