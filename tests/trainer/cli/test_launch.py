@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from drivetrain.tests.distributed import free_port
@@ -232,6 +234,45 @@ def test_tpu_pods_command_lines(place, capsys):
     assert command.endswith(" -m script' --worker all\n")
     assert main(["launch", "--tpu_cluster", "--vm", "a", "--vm", "b", "--cpu", "script.py"]) == 0
     assert [line.split()[5] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
+
+
+def dry(capsys, *args) -> list[str]:
+    assert main(["launch", "--dry_run", *args]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_deepspeeds_own_launcher_on_several_machines(place, capsys, monkeypatch):
+    monkeypatch.setattr("drivetrain.trainer.cli.launch.is_here", lambda engine: True)
+    flags = ["--use_deepspeed", "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "10.0.0.1", "--cpu"]
+    found = dry(capsys, *flags, "--deepspeed_hostfile", "hosts", "--deepspeed_exclusion_filter", "one:1", "script.py", "x")
+    assert found == ["deepspeed", "--hostfile", "hosts", "--no_local_rank", "--launcher", "pdsh", "--exclude", "one:1",
+                     "--master_addr", "10.0.0.1", "--master_port", "29500", "script.py", "x"]  # fmt: skip
+    alone = ["--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", "nossh", "--machine_rank", "1"]
+    assert dry(capsys, *flags, *alone, "-m", "script")[3:] == [
+        "--node_rank", "1", "--no_ssh", "--num_gpus", "2", "--master_addr", "10.0.0.1", "--master_port", "29500", "--module", "script"
+    ]  # fmt: skip
+    assert dry(capsys, *flags, "script.py")[:5] == ["2", "processes", "on", "this", "machine:"]  # by torchrun's agent
+    assert "Expected a hostfile" in refused(capsys, *flags, "--dry_run", "--deepspeed_multinode_launcher", "pdsh", "script.py")
+
+
+def test_deepspeeds_launcher_gets_the_variables_by_a_file(place):
+    place.write("bin/deepspeed", '#!/bin/sh\ngrep ZERO_STAGE "$DS_ENV_FILE"\nexit 5\n').chmod(0o755)
+    done = place.python("-c", "import sys; from drivetrain.trainer.cli import launch; launch.is_here = lambda engine: True\n"
+                        "sys.exit(launch.main('launch', sys.argv[1:]))", "--use_deepspeed", "--zero_stage", "2", "--cpu",
+                        "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.0.0.1", "--deepspeed_hostfile",
+                        "hosts", "script.py", PATH=f"{place.path / 'bin'}:/usr/bin:/bin")  # fmt: skip
+    assert (done.stdout, done.returncode) == ("ACCELERATE_DEEPSPEED_ZERO_STAGE=2\n", 5), done.stderr
+
+
+@pytest.mark.parametrize("switch", [[], ["-m"]])
+def test_a_function_of_a_script_for_tpus(place, capsys, monkeypatch, switch):
+    monkeypatch.setattr("drivetrain.trainer.cli.launch.is_here", lambda engine: True)
+    place.write("onchip.py", "import sys\n\ndef go():\n    print('gone', sys.argv[1:])")
+    name = ["-m", "onchip"] if switch else ["onchip.py"]
+    found = dry(capsys, "--tpu", "--cpu", "--main_training_function", "go", *name, "a", "b")
+    assert found[:5] == ["1", "process", "on", "this", "machine:"]
+    done = place.python(*found[6:], PYTHONPATH=str(place.path))
+    assert done.stdout == "gone ['a', 'b']\n", done.stderr
 
 
 @pytest.mark.parametrize(
