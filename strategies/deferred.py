@@ -82,8 +82,11 @@ class Recording:
     def _run(self, operation: _Operation, real: dict[int, Tensor]) -> None:
         if operation.random is not None:
             torch.default_generator.set_state(operation.random)
-        args, kwargs = tree_map(lambda leaf: self._view(leaf, real) if isinstance(leaf, _Place) else leaf,
-                                (operation.args, operation.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Place))  # fmt: skip
+
+        def restored(leaf: Any) -> Any:
+            return self._view(leaf, real) if _is_place(leaf) else leaf
+
+        args, kwargs = tree_map(restored, (operation.args, operation.kwargs), is_leaf=_is_place)
         results = [leaf for leaf in tree_leaves(operation.function(*args, **kwargs)) if isinstance(leaf, Tensor)]
         for place, result in zip(operation.made, results if operation.made else ()):
             self._view(place, real).copy_(result)
@@ -124,8 +127,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self._recording.knows(leaf)]
-        if known:
+        if any(map(self._is_known, tree_leaves((args, kwargs)))):
             return self._follow(function, args, kwargs)
         if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cpu":
             return self._make(function, args, kwargs)
@@ -223,14 +225,14 @@ def materialize(module: nn.Module, recording: Recording) -> None:
     if not recording.storages:
         return
     new: dict[int, Tensor] = {}  # tied ones stay one
-    for part in module.modules():
-        for owned in (part._parameters, part._buffers):
-            for name, tensor in owned.items():
-                if known(tensor):
-                    owned[name] = _once(new, tensor, recording)
+    for owned in (owned for part in module.modules() for owned in (part._parameters, part._buffers)):
+        for name, tensor in owned.items():
+            if known(tensor):
+                owned[name] = _once(new, tensor, recording)
     for part in module.modules():
         for name, value in vars(part).items():
-            if name not in _OWN and isinstance(value, (Tensor, list, tuple, dict)) and any(map(known, tree_leaves(value))):
+            held = name not in _OWN and isinstance(value, (Tensor, list, tuple, dict))
+            if held and any(map(known, tree_leaves(value))):
                 vars(part)[name] = tree_map(real, value)
 
 

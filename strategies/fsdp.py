@@ -180,7 +180,8 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
     ) -> torch.nn.Module:
         """Shards a model in place; the same object comes back. `evaluation` makes no difference: it is sharded, too."""
         before = replaced_parameters.named([model])
-        with Deferred(self._recording) if self._recording.storages else NOTHING:  # it may convert what has no memory yet
+        # A precision may convert what has no memory yet.
+        with Deferred(self._recording) if self._recording.storages else NOTHING:
             model = precision.prepare_model(model, evaluation=evaluation)
         self._parallelize(model)
         ignored = self.plugin.ignored_in(model)
@@ -285,7 +286,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
 
     def join(self, joinables: list[Any], **options: Any) -> Any:
         raise NotImplementedError(
-            f"Expected equally many batches on all ranks under strategy={self.name!r}, whose forwards need all of them. "
+            f"Expected equally many batches on all ranks under strategy={self.name!r}, whose forwards need all ranks. "
             "Received: join_uneven_inputs. Leave it out, and even_batches as it is (True)."
         )
 

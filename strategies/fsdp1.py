@@ -1,4 +1,4 @@
-"""FSDP, version 1 (FullyShardedDataParallel): the parameters of a unit lie in one flat tensor, of which ranks hold parts."""
+"""FSDP, version 1 (FullyShardedDataParallel): a unit's parameters lie in one flat tensor, of which ranks hold parts."""
 
 from __future__ import annotations
 

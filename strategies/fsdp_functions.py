@@ -83,7 +83,8 @@ def merge_fsdp_weights(
     """Makes one Hugging Face checkpoint of sharded weights, one tensor in memory at a time; the first process does.
 
     Raises:
-        CheckpointError: there are no weights, or their index is a pickle: `drivetrain merge-weights --foreign` reads it.
+        CheckpointError: there are no weights, or their index is a pickle, which `drivetrain merge-weights --foreign`
+            reads.
         ValueError: a pickle is asked for.
     """
     if not safe_serialization:

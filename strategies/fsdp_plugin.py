@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -129,16 +130,14 @@ class FullyShardedDataParallelPlugin:
 
     def strategy(self, parallelism: Any = None) -> Strategy:
         """Returns the engine with these options; a ParallelismConfig says how ranks are arranged."""
-        if self.fsdp_version == 1:
-            from .fsdp1 import FSDP1Strategy
-
-            return FSDP1Strategy(self, parallelism=parallelism)
-        if parallelism is not None:
-            engine: Strategy = parallelism.strategy(self)
+        engine: Strategy
+        if self.fsdp_version == 2 and parallelism is not None:
+            engine = parallelism.strategy(self)
             return engine
-        from .fsdp import FSDPStrategy
-
-        return FSDPStrategy(self)
+        module, name = ("fsdp1", "FSDP1Strategy") if self.fsdp_version == 1 else ("fsdp", "FSDPStrategy")
+        options = {} if parallelism is None else {"parallelism": parallelism}
+        engine = getattr(import_module(f".{module}", __package__), name)(self, **options)
+        return engine
 
     @property
     def full_state(self) -> bool:

@@ -83,11 +83,10 @@ def set_aside(model: nn.Module) -> dict[str, Tensor]:
 def to_meta(model: nn.Module) -> None:
     """Moves a model to "meta", where tied weights stay tied (`Module.to` makes each of them anew)."""
     new: dict[int, Tensor] = {}
-    for part in model.modules():
-        for owned in (part._parameters, part._buffers):
-            for name, tensor in owned.items():
-                if tensor is not None and not tensor.is_meta:
-                    owned[name] = new.setdefault(id(tensor), _on_meta(tensor))
+    for owned in (owned for part in model.modules() for owned in (part._parameters, part._buffers)):
+        for name, tensor in owned.items():
+            if tensor is not None and not tensor.is_meta:
+                owned[name] = new.setdefault(id(tensor), _on_meta(tensor))
 
 
 def _on_meta(tensor: Any) -> Any:

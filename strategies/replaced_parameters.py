@@ -1,4 +1,4 @@
-"""Optimizers that were made before their model was sharded: sharding has put other parameters in the place of theirs."""
+"""Optimizers that were made before their model was sharded, which has put other parameters in the place of theirs."""
 
 from __future__ import annotations
 

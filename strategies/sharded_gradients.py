@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
+from .checkpoint.pieces import is_shared_out
 from .precision import Scaled
 from .world import World
 
 Groups = tuple[Any, ...]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """Returns what this process holds of a tensor: of a DTensor its part, of any other the tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
+    if not is_shared_out(tensor):
+        return tensor  # type: ignore[no-any-return]
     part: Any = tensor._local_tensor
     return part.wait() if hasattr(part, "wait") else part  # a collective that still runs
 
@@ -34,10 +34,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns the gradients that these parameters have; one that is kept as partial sums is summed up first."""
     found = []
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if gradient is None:
             continue
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        if is_shared_out(gradient) and any(placement.is_partial() for placement in gradient.placements):
+            from torch.distributed.tensor import Replicate
+
             whole = [Replicate() if one.is_partial() else one for one in gradient.placements]
             gradient = parameter.grad = gradient.redistribute(placements=whole)
         found.append(gradient)
@@ -128,9 +130,9 @@ class ShardedScaled(Scaled):
         self._unscaled.add(id(optimizer))
 
 
-def _sharing(tensor: Tensor) -> Groups:
+def _sharing(tensor: Any) -> Groups:
     """The process groups over which a tensor is shared out; none for a whole one."""
-    if not isinstance(tensor, DTensor):
+    if not is_shared_out(tensor):
         return ()
     mesh = tensor.device_mesh
     return tuple(mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if not place.is_replicate())

@@ -29,7 +29,8 @@ def shard(
     """Shards a model in place, each of `units` apart and the rest with the root; returns the way into it.
 
     `mesh` has one dimension, over which weights are sharded, or two: replicas, and shards. Weights that lie on "meta"
-    get no values. `before` is called with each part just before it is sharded. Parameters become DTensors: other objects than before, under the same names. Every rank calls this.
+    get no values. `before` is called with each part just before it is sharded. Parameters become DTensors: other
+    objects than before, under the same names. Every rank calls this.
     """
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision or MixedPrecisionPolicy()}
     options |= {"offload_policy": offload or OffloadPolicy(), "ignored_params": set(ignored)}
@@ -105,7 +106,7 @@ class Route:
         return self._by_hand
 
     def backward(self, loss: Tensor, differentiate: Callable[[Tensor], None]) -> None:
-        """Differentiates a loss in the middle of such a method: for the hooks, a forward ends before and begins after."""
+        """Differentiates a loss in the middle of such a method: for the hooks a forward ends, and another begins."""
         differentiate(self._state._post_forward(self.model, (), loss))
         self._state._pre_forward(self.model, (), {})
 

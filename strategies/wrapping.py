@@ -72,11 +72,10 @@ def repeated_classes(model: nn.Module) -> set[type[nn.Module]]:
     if named:
         return {type(module) for module in model.modules() if type(module).__name__ in named}
     counts: dict[type[nn.Module], int] = {}
-    for container in model.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            for layer in container:
-                if next(layer.children(), None) is not None:  # a block, not a single Linear
-                    counts[type(layer)] = counts.get(type(layer), 0) + 1
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    for layer in (layer for one in lists for layer in one):
+        if next(layer.children(), None) is not None:  # a block, not a single Linear
+            counts[type(layer)] = counts.get(type(layer), 0) + 1
     return {kind for kind, count in counts.items() if count > 1 and not issubclass(kind, _CONTAINERS)}
 
 

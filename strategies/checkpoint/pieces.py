@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes), each with one number for each dimension of the whole tensor."""
 
 
-def rectangle(tensor: Tensor) -> Box:
+def is_shared_out(tensor: Any) -> bool:
+    """Whether this is a DTensor; torch's module of these, which takes a while to import, is only there if some are."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def rectangle(tensor: Any) -> Box:
     """Returns the box that this process holds of a tensor; the whole of it, unless it is a DTensor.
 
     Raises:
         ValueError: the DTensor holds partial sums, which are no part of it.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_shared_out(tensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
             f"Expected parts of a tensor. Received: partial sums of it ({tensor.placements}). Redistribute it first."
         )
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import manifest
 from .files import CheckpointError, HashingReader
 from .format import Checkpoint
-from .pieces import Box, overlap, rectangle, within
+from .pieces import Box, is_shared_out, overlap, rectangle, within
 from .state import decode, encode
 from .tensor_file import ALIASES, COMPLEX, Entry, read_header, unstorable
 
@@ -85,7 +84,7 @@ class Parts:
             raise CheckpointError(f"{self.directory}: parts of the tensor {name!r} are missing.")
         return result
 
-    def like(self, name: str, target: Tensor) -> Tensor:
+    def like(self, name: str, target: Any) -> Tensor:
         """Return a tensor shared out as another is: of a DTensor only this rank's part is read.
 
         Raises CheckpointError where the shapes differ.
@@ -95,10 +94,10 @@ class Parts:
             raise CheckpointError(
                 f"{self.directory}: expected {name} to have the shape {list(target.shape)}. Received: {list(shape)}."
             )
-        if not isinstance(target, DTensor):
+        if not is_shared_out(target):
             return self.read(name)
         part = self.read(name, rectangle(target)).to(target.device)
-        return DTensor.from_local(
+        return type(target.detach()).from_local(
             part, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
         )
 
@@ -355,7 +354,7 @@ def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def _identity(tensor: Any) -> Any:
-    if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor) or not tensor.numel() or tensor.is_meta:
+    if is_shared_out(tensor) or not isinstance(tensor, Tensor) or not tensor.numel() or tensor.is_meta:
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
@@ -368,11 +367,11 @@ def _describe(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], bool, Bo
     box = rectangle(tensor)
     empty = any(size == 0 for size in box[1])
     kind = str(tensor.dtype).removeprefix("torch.")
-    return kind, tuple(tensor.shape), not isinstance(tensor, DTensor), None if empty else box
+    return kind, tuple(tensor.shape), not is_shared_out(tensor), None if empty else box
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_shared_out(tensor) else tensor
     return local.detach()
 
 
