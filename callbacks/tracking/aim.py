@@ -39,8 +39,8 @@ class AimTracker(GeneralTracker):
         defaults = {"system_tracking_interval": None, "log_system_params": False, "capture_terminal_logs": False}
         self.run = self._aim.Run(**{**defaults, **self._options, **again})
         self.run_id = self.run.hash
-        if self.run_name or self.title:
-            self.run.name = self.run_name or self.title
+        if self.run_name or self.run_title:
+            self.run.name = self.run_name or self.run_title
         self.run["status"] = {"state": "running"}
 
     @property

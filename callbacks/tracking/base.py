@@ -64,7 +64,7 @@ class GeneralTracker:
 
     Before `start`, a run that goes on sets `resume_step`: what was logged after that step will come again; and
     `run_id`, the id that the tracker's own run had. `start` sets `run_id` where the tracker has such a thing.
-    `folder` is where the run's files lie, `title` what the run is called.
+    `run_folder` is where the run's files lie, `run_title` what the run is called.
 
     `takes_batches`: rows come through `log_rows`, many at once. `survives_kill = False`: what was logged may be lost
     when the process is killed; it is noted, and logged again if `logged_steps` does not find it.
@@ -78,8 +78,8 @@ class GeneralTracker:
     survives_kill: bool = True
     resume_step: int | None = None
     run_id: str | None = None
-    folder: Path | None = None
-    title: str | None = None
+    run_folder: Path | None = None
+    run_title: str | None = None
     logged_at: float | None = None
 
     def __init__(self, _blank: bool = False) -> None:

@@ -159,7 +159,7 @@ class Tracking(Callback):
 
     def _run_ids(self) -> dict[str, str]:
         found = {tracker.name: tracker.wrapped.run_id for tracker in self.trackers}
-        return {**self._ids, **{name: run_id for name, run_id in found.items() if run_id is not None}}
+        return {**self._ids, **{name: run_id for name, run_id in found.items() if isinstance(run_id, str)}}
 
     def _record(self, folder: Path) -> None:
         if not self.trackers:

@@ -47,11 +47,11 @@ class CometMLTracker(GeneralTracker):
         """Open the experiment."""
         options = {"project_name": self.run_name, **self._options}
         place = {}
-        if self.folder is not None:
-            place["offline_directory"] = str(self.folder / "comet")
+        if self.run_folder is not None:
+            place["offline_directory"] = str(self.run_folder / "comet")
             if self._options.get("online") is False:
-                (self.folder / "comet").mkdir(parents=True, exist_ok=True)
-        options.setdefault("experiment_config", self._comet.ExperimentConfig(**_QUIET, **place, name=self.title))
+                (self.run_folder / "comet").mkdir(parents=True, exist_ok=True)
+        options.setdefault("experiment_config", self._comet.ExperimentConfig(**_QUIET, **place, name=self.run_title))
         if self.run_id is not None:
             options.update(experiment_key=self.run_id, mode="get")
         self.experiment = self._comet.start(**options)

@@ -37,7 +37,7 @@ class DVCLiveTracker(GeneralTracker):
         """Make the folder, or continue it."""
         if self.live is not None:
             return
-        folder = Path(self._options.get("dir") or (self.folder or Path(".")) / "dvclive")
+        folder = Path(self._options.get("dir") or (self.run_folder or Path(".")) / "dvclive")
         goes_on = self.run_id is not None or self.resume_step is not None
         if goes_on and self.resume_step is not None:
             for path in (folder / "plots" / "metrics").rglob("*.tsv"):

@@ -294,7 +294,8 @@ class QueuedTracker(GeneralTracker):
         return self._stem.with_name(f"{self._stem.name}{kind}.jsonl")
 
     def _header(self) -> dict[str, Any]:
-        return {**self._origin, "name": self.name, "run_id": self.wrapped.run_id, "title": self.wrapped.title}
+        run_id, title = self.wrapped.run_id, self.wrapped.run_title
+        return {**self._origin, "name": self.name, "run_id": run_id, "title": title}
 
     def _take_over(self) -> None:
         others = [self._file(kind) for kind in (".sent", ".pending", ".waiting")]

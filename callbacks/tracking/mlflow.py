@@ -80,7 +80,7 @@ class MLflowTracker(GeneralTracker):
             return
         known = self._mlflow.tracking.context.registry.resolve_tags(self.tags)
         tags = {name: str(value) for name, value in known.items()}
-        name = self.run_name or self.title
+        name = self.run_name or self.run_title
         self.run = self.client.create_run(self._experiment(), tags=tags, run_name=name)
         self.run_id = self.run.info.run_id
 

@@ -41,7 +41,7 @@ def replay(path: Path, tracker: GeneralTracker | None = None) -> Replayed:
     said = _said(path)
     tracker = tracker or made(path, said)
     tracker.run_id = tracker.run_id or said.get("run_id")
-    tracker.title, tracker.folder = said.get("title"), path.parent
+    tracker.run_title, tracker.run_folder = said.get("title"), path.parent
     tracker.resume_step = None
     journal = Journal(path, header=lambda: {**said, "run_id": tracker.run_id})
     others = [path.with_name(f"{path.stem}{kind}.jsonl") for kind in _KINDS]

@@ -39,9 +39,9 @@ class SwanLabTracker(GeneralTracker):
     def start(self) -> None:
         """Open the run."""
         quiet = self._swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
-        options = {"project": self.run_name, "name": self.title, "settings": quiet, **self._options}
-        if self.folder is not None and "log_dir" not in options and "logdir" not in options:
-            options["log_dir"] = str(self.folder / "swanlog")
+        options = {"project": self.run_name, "name": self.run_title, "settings": quiet, **self._options}
+        if self.run_folder is not None and "log_dir" not in options and "logdir" not in options:
+            options["log_dir"] = str(self.run_folder / "swanlog")
         if self.run_id is not None:
             options.update(id=self.run_id, resume="allow")
         self.run = self._swanlab.init(**options)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.config_pb2 import RunMetadata
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -217,15 +218,19 @@ def _tags(folder: Path, step: int) -> set[str]:
 
 
 def _events(path: Path) -> Iterator[Event]:
-    """Yield a file's events up to a torn one.
+    """Yield a file's events up to a torn one, or to what is none.
 
     A record is its length (8 bytes, little-endian), 4 bytes of checksum, the data, 4 bytes of checksum
     (tensorflow.org/tutorials/load_data/tfrecord). TensorBoard's own reader computes the checksums in Python.
     """
+    size = path.stat().st_size
     with open(path, "rb") as file:
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack_from("<Q", header)
-            data = file.read(length + 4)
-            if len(data) < length + 4:
+            if length > size or len(data := file.read(length + 4)) < length + 4:
                 return
-            yield Event.FromString(data[:length])
+            try:
+                event = Event.FromString(data[:length])
+            except DecodeError:
+                return
+            yield event

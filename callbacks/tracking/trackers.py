@@ -50,15 +50,16 @@ def start_trackers(
         tracker = _built(item, project_name, where, options.get(_name(item), {}))
         if resume_step is not None:
             tracker.resume_step = resume_step
-        tracker.folder, tracker.title = Path(where[1] or ".") / where[0], tracker.title or title
-        tracker.run_id = tracker.run_id or (run_ids or {}).get(tracker.name)
+        tracker.run_folder, tracker.run_title = Path(where[1] or ".") / where[0], title
+        if tracker.run_id is None and tracker.name in (run_ids or {}):
+            tracker.run_id = (run_ids or {})[tracker.name]
         suffix = f"-rank-{rank}" if rank else ""
         origin: dict[str, Any] = {}
         if not isinstance(item, GeneralTracker):
             place = [str(part) for part in where] if tracker.requires_logging_directory else [project_name]
             origin = {"place": place, "options": _open(options, item)}
         feed = QueuedTracker(
-            tracker, journal_dir=tracker.folder, timeout=timeout, suffix=suffix, origin=origin,
+            tracker, journal_dir=tracker.run_folder, timeout=timeout, suffix=suffix, origin=origin,
             goes_on=goes_on or resume_step is not None,
         )
         started.append(feed)

@@ -34,7 +34,8 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Open the run."""
-        options = {"name": self.title, "embed": False, "auto_log_cpu": False, "auto_log_gpu": False, **self._options}
+        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        options = {"name": self.run_title, **quiet, **self._options}
         self.run = self._trackio.init(project=self.run_name, **options)
         if self.run_id is not None:
             self.run.id = self.run_id  # names of runs are not unique, so they cannot be gone on with by name

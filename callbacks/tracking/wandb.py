@@ -42,10 +42,10 @@ class WandBTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         """Open the run."""
-        options = {"project": self.run_name, "name": self.title, **self._options}
-        if self.folder is not None and "WANDB_DIR" not in live() and "dir" not in options:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            options["dir"] = str(self.folder)
+        options = {"project": self.run_name, "name": self.run_title, **self._options}
+        if self.run_folder is not None and "WANDB_DIR" not in live() and "dir" not in options:
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            options["dir"] = str(self.run_folder)
         if self.run_id is not None:
             options.update(id=self.run_id, resume="allow")
         self.run = self._wandb.init(**options)

@@ -1,9 +1,10 @@
-"""Measure what a dead, hanging or slow server costs training: `python tests/benchmarks/trackers.py [--rounds 7]`.
+"""Measure what a dead, hanging or slow server costs training: `python tests/benchmarks/trackers.py [--rounds 15]`.
 
-Each contender is a process of its own that trains a small network by the Trainer and logs a row every 5 steps: without
-a tracker, and with MLflow at a port that refuses, at a server that accepts and never answers, and at one that takes half
-a second for each answer. They take turns; a ratio to "no tracker" is taken within each turn, of the training thread's CPU
-time and of wall time, from the first step to the last. What `fit` waits for at its end is shown beside it, in seconds.
+Each contender is a process of its own that trains a small network by the Trainer and logs a row every 50 steps: without
+a tracker, with files, and with MLflow at a port that refuses, at a server that accepts and never answers, and at one
+that takes half a second for each answer. They take turns of 500 steps in changing order, so that whatever else the
+machine does hits all; a ratio to "no tracker" is taken within each turn, of CPU time (all threads) and of wall time.
+What `fit` waits for at its end, when all are told to stop, is shown beside it, in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 
-STEPS, EVERY, FIRST = 3000, 5, 200  # steps, between two rows, before the clock starts
+STEPS, EVERY, WARM_UP = 500, 50, 2  # steps of a turn, steps between two rows, turns that are not counted
 CONTENDERS = ("no tracker", "refused port", "never answers", "slow answers", "CSV and TensorBoard")
 
 
@@ -52,8 +53,8 @@ def port_of(contender: str) -> int:
     return listen(None if contender == "never answers" else 0.5)
 
 
-def contend(contender: str) -> dict[str, float]:
-    """Train once and return the seconds it took."""
+def contend(contender: str) -> None:
+    """Train turn by turn, one for each line on stdin, and print what each took; at the end, what `fit` waited for."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -72,13 +73,17 @@ def contend(contender: str) -> dict[str, float]:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    class Clock(Callback):
+    class Turns(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if trainer.global_step in (FIRST, STEPS):
-                times.append((time.thread_time(), time.perf_counter()))
+            if trainer.global_step % STEPS:
+                return
+            print(json.dumps([time.process_time() - self.since[0], time.perf_counter() - self.since[1]]), flush=True)
+            trainer.should_stop = not sys.stdin.readline().strip()
+            self.since = time.process_time(), time.perf_counter()
+
+        since = (0.0, 0.0)
 
     torch.set_num_threads(1)
-    times: list[tuple[float, float]] = []
     logger = False
     if contender == "CSV and TensorBoard":
         logger = Tracking()
@@ -86,46 +91,67 @@ def contend(contender: str) -> dict[str, float]:
         uri = f"http://127.0.0.1:{port_of(contender)}"
         logger = Tracking("mlflow", init_kwargs={"mlflow": {"tracking_uri": uri}}, timeout=5)
     data = TensorDataset(torch.randn(16 * STEPS, 32), torch.randint(10, (16 * STEPS,)))
+    turns = Turns()
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, logger=logger, log_every_n_steps=EVERY, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, callbacks=[Clock()],
+        accelerator="cpu", devices=1, max_epochs=-1, logger=logger, log_every_n_steps=EVERY, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[turns],
     )
     trainer.fit(Net(), DataLoader(data, batch_size=16))
-    end = time.perf_counter()
-    (cpu, wall), (cpu_end, wall_end) = times
-    return {"cpu": cpu_end - cpu, "wall": wall_end - wall, "end": end - wall_end}
+    print(time.perf_counter() - turns.since[1], flush=True)
 
 
-def measured(contender: str) -> dict[str, float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, os.path.abspath(__file__), "--contender", contender], cwd=folder, env=environment,
-            capture_output=True, text=True, check=True,
+class Contender:
+    """A process that trains a turn whenever it is told to."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        os.makedirs(place := os.path.join(folder, name.replace(" ", "-")))
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", os.path.abspath(__file__), "--contender", name], cwd=place,
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
-    return json.loads(done.stdout.splitlines()[-1])
+        self.read()
+
+    def read(self) -> str:
+        while line := self.process.stdout.readline():
+            if line[0] in "[0123456789":
+                return line
+        raise RuntimeError("a contender ended")
+
+    def turn(self) -> tuple[float, float]:
+        self.process.stdin.write("on\n")
+        self.process.stdin.flush()
+        return tuple(json.loads(self.read()))
+
+    def end(self) -> float:
+        self.process.stdin.close()
+        return float(self.read())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--contender", choices=CONTENDERS)
     options = parser.parse_args()
     if options.contender:
-        print(json.dumps(contend(options.contender)), flush=True)
+        contend(options.contender)
         os._exit(0)  # the thread of a tracker may hang for a while
-    rounds = []
-    for number in range(options.rounds):
-        rounds.append({contender: measured(contender) for contender in CONTENDERS})
-        print(f"turn {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True)
-    print(f"{STEPS - FIRST} steps, a row every {EVERY}; median of {len(rounds)} turns (smallest to largest)")
-    for contender in CONTENDERS:
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = {name: Contender(name, folder) for name in CONTENDERS}
+        turns = []
+        for number in range(WARM_UP + options.rounds):
+            order = [CONTENDERS[(place + number) % len(CONTENDERS)] for place in range(len(CONTENDERS))]
+            turns.append({name: contenders[name].turn() for name in order})
+        turns = turns[WARM_UP:]
+        waits = {name: one.end() for name, one in contenders.items()}
+    print(f"{STEPS} steps a turn, a row every {EVERY}; median of {len(turns)} turns (quartiles)")
+    for name in CONTENDERS:
         cells = []
-        for clock in ("cpu", "wall"):
-            ratios = [turn[contender][clock] / turn["no tracker"][clock] for turn in rounds]
-            cells.append(f"{clock} x {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-        waits = statistics.median(turn[contender]["end"] for turn in rounds)
-        print(f"{contender:<20} {cells[0]:<32} {cells[1]:<32} at the end {waits:.1f} s")
+        for place, clock in enumerate(("cpu", "wall")):
+            ratios = [turn[name][place] / turn["no tracker"][place] for turn in turns]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            cells.append(f"{clock} x {middle:.3f} ({low:.3f} to {high:.3f})")
+        print(f"{name:<20} {cells[0]:<32} {cells[1]:<32} at the end {waits[name]:.1f} s")
 
 
 if __name__ == "__main__":

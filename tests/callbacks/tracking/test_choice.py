@@ -34,6 +34,7 @@ def test_a_folder_of_runs_is_no_package(tmp_path, monkeypatch):
         tracker_class("wandb")
 
 
+@pytest.mark.timeout(400)
 def test_names_of_accelerate_take_its_arguments():
     import drivetrain
 
@@ -74,6 +75,7 @@ def fit(folder, uri, fails):
     return trainer
 
 
+@pytest.mark.timeout(400)
 def test_L3_L7_a_run_that_raises_is_failed_and_goes_on_as_the_same_run(tmp_path, database):
     from mlflow import MlflowClient
 
@@ -96,6 +98,7 @@ def test_L3_L7_a_run_that_raises_is_failed_and_goes_on_as_the_same_run(tmp_path,
     ).read_bytes()
 
 
+@pytest.mark.timeout(400)
 def test_a_raw_loop_tracks_by_accelerates_calls(tmp_path, database):
     from mlflow import MlflowClient
 

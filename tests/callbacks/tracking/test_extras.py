@@ -199,5 +199,5 @@ def test_a_preempted_run_says_so_and_goes_on_in_the_same_run_of_its_tracker(tmp_
     trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", devices=1, max_epochs=2, logger=Tracking(again),
                       enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     trainer.fit(Small(), loader(), ckpt_path="last")
-    assert again.run_id == "files-1" and (again.resume_step, again.title) == (5, "run-0001")
+    assert again.run_id == "files-1" and (again.resume_step, again.run_title) == (5, "run-0001")
     assert again.ended == ["finish"] and os.listdir(tmp_path / "runs") == ["run-0001"]

@@ -41,7 +41,7 @@ class Place:
     def start(self, config=session.CONFIG, **options):
         return start_trackers(
             self.name, "project", config, run_dir=self.run, init_kwargs={self.name: self.options}, title="run-0001",
-            timeout=100, **options,
+            timeout=300, **options,
         )
 
     def rows(self, run_id):
@@ -81,11 +81,12 @@ def log_media(tracker, folder):
     tracker.log_checkpoint(folder / "checkpoint-000008", aliases=["best"], step=8)
 
 
+@pytest.mark.timeout(600)  # they import much, and start processes
 @pytest.mark.parametrize("place", NAMES, indirect=True)
 def test_L3_L6_a_killed_run_goes_on_and_all_is_read_back(place, tmp_path):
     """Killed after step 6, with a checkpoint of step 4: nothing is lost, nothing is there twice, steps never go down."""
     command = [sys.executable, session.__file__, place.name, str(place.run), json.dumps(place.options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == -9, done.stderr
     run_id = done.stdout.split()[-1]
     trackers = place.start(
