@@ -28,6 +28,8 @@ HASH = "xxh3_64"
 _COUNTS = ("step", "epoch", "samples", "world_size")
 _ALWAYS = (*_COUNTS, "strategy")  # metadata that every reader asks for: null where it is not given
 _OWN = ("format", "format_version", "time", "versions", "files", "checksum")
+_TICK = datetime.timedelta(microseconds=1)
+_latest: datetime.datetime | None = None  # of the times in manifests
 _PART = re.compile(r"(?!\.)[^/\\\0]+")
 
 
@@ -36,7 +38,7 @@ def compose(files: dict[str, tuple[int, str]], metadata: dict[str, Any]) -> byte
     manifest = {
         "format": FORMAT,
         "format_version": VERSION,
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+        "time": _time(),
         "versions": _versions(),
         **dict.fromkeys(_ALWAYS),
         **metadata,
@@ -77,6 +79,7 @@ def parse(data: bytes, place: str) -> dict[str, Any]:
     if not mark or data != body + _ending(body):
         raise CheckpointError(f"{place}: is damaged (its checksum is wrong).")
     _check_content(manifest, place)
+    _note_time(manifest["time"])
     return {key: value if key in _OWN else decode(value) for key, value in manifest.items()}
 
 
@@ -107,6 +110,27 @@ def check_name(name: Any) -> None:
             f"Expected the name of a file inside the checkpoint, such as 'rank-00000/model.safetensors'. "
             f"Received: {name!r}."
         )
+
+
+def _time() -> str:
+    """Now; or, where a clock went back, just after the latest manifest that this process has seen or written.
+
+    So what is saved later counts as newer, whatever the clock says.
+    """
+    now = datetime.datetime.now(datetime.timezone.utc)
+    _note_time((now if _latest is None or now > _latest else _latest + _TICK).isoformat(timespec="microseconds"))
+    assert _latest is not None
+    return _latest.isoformat(timespec="microseconds")
+
+
+def _note_time(text: str) -> None:
+    global _latest
+    try:
+        time = datetime.datetime.fromisoformat(text)
+        if time.tzinfo is not None and time.year < 9999:
+            _latest = time if _latest is None else max(_latest, time)
+    except ValueError:
+        return  # whoever wrote it has another idea of time
 
 
 def _versions() -> dict[str, str]:

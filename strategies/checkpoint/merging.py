@@ -114,6 +114,7 @@ def _clean(names: list[str]) -> dict[str, str]:
 def _of_torch(directory: Path) -> Source:
     """Sharded tensors, each put together when it is read; `model.` before every name is the writer's and goes."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     reader = shard_index.IndexReader(directory)
     found = {name: record for name, record in reader.index.state_dict_metadata.items()
@@ -123,7 +124,10 @@ def _of_torch(directory: Path) -> Source:
     def read(name: str) -> Tensor:
         dtype, shape = entries[name]
         state = {name: torch.empty(shape, dtype=dtype)}
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            raise CheckpointError(f"{directory}: {name} cannot be read ({error!r:.300}).") from error
         return state[name]
 
     source = Source("sharded weights of torch", entries, read)

@@ -97,6 +97,8 @@ def unstorable(tensor: Any) -> str:
         return f"{kind} without values yet: run the module once first"
     if not _is_plain(tensor):
         return f"{kind}, which is more than its memory: gather or convert it first"
+    if tensor.is_nested:
+        return "a nested tensor: save what it is made of"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}: call to_dense() first"
     if tensor.is_meta:

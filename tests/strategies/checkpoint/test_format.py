@@ -13,6 +13,7 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 from xxhash import xxh3_64_hexdigest
 
-from drivetrain.strategies.checkpoint import Checkpoint, CheckpointError, Writer, complete, folders, newest, remove
+from drivetrain.strategies.checkpoint import (
+    Checkpoint, CheckpointError, Writer, complete, folders, manifest, newest, remove,
+)  # fmt: skip
 from drivetrain.tests.strategies.checkpoint.samples import check, forked, hidden, megabytes, save, visible, weights
 
 CK = Path("runs/checkpoint-1")
@@ -608,3 +611,25 @@ def test_large_checkpoints_are_verified_by_several_threads():
         "part-0.safetensors: is damaged (its hash is wrong).", "part-2.safetensors: is damaged (its hash is wrong)."
     ]  # fmt: skip
     assert torch.equal(checkpoint.tensors("part-1.safetensors")["a"].view(torch.int32), megabytes(24).view(torch.int32))
+
+
+def test_what_is_saved_later_is_newer_though_the_clock_goes_back():
+    """Also in the next process, which has only read what the one before wrote."""
+    save(CK.with_name("checkpoint-3"), 3)
+    real = manifest.datetime
+
+    class Back(real.datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return real.datetime(1970, 1, 1, tzinfo=zone)
+
+    def later() -> None:
+        manifest._latest = None
+        manifest.datetime = SimpleNamespace(datetime=Back, timezone=real.timezone)
+        assert newest(CK.parent, by="time") == CK.with_name("checkpoint-3")
+        save(CK.with_name("checkpoint-1"), 1)
+        save(CK.with_name("checkpoint-2"), 2)
+        assert newest(CK.parent, by="time") == CK.with_name("checkpoint-2")
+
+    assert forked(later) == 0
+    assert newest(CK.parent, by="time") == CK.with_name("checkpoint-2")

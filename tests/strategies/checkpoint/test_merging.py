@@ -154,3 +154,19 @@ def test_no_process_holds_the_model_whole(tmp_path, kind):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert same(load_file(tmp_path / "out/model.safetensors"), large)
+
+
+def test_a_damaged_or_hostile_shard_is_an_error(tmp_path):
+    """torch's own exception for it is no Exception: a handler would let it pass."""
+
+    class Attack:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    dcp.save({"model": {"a": torch.ones(3)}}, checkpoint_id=tmp_path / "one")
+    shard = next((tmp_path / "one").glob("*.distcp"))
+    for content in (b"", shard.read_bytes()[:100], pickle.dumps(Attack())):
+        shard.write_bytes(content)
+        with pytest.raises(CheckpointError, match="model.a cannot be read"):
+            merged(tmp_path / "one", tmp_path / "out", foreign=True)
+    assert not (tmp_path / "ran").exists()

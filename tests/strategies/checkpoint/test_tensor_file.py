@@ -193,6 +193,7 @@ class Wrapper(torch.Tensor):
         ({"a": torch.empty(1, device="meta")}, "a: a tensor on the meta device"),
         ({"a": Wrapper(torch.ones(1))}, "a: a Wrapper, which is more than its memory"),
         ({"a": nn.LazyLinear(3).weight}, "without values yet"),
+        ({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, "a: a nested tensor"),
         ({"__metadata__": torch.ones(1)}, "a name for no tensor"),
         ({3: torch.ones(1)}, "3: a name for no tensor"),
     ],
