@@ -26,6 +26,7 @@ GIVE_UP_AFTER = 3
 """Calls that raise one after another until a tracker counts as down."""
 FIRST_RETRY, LAST_RETRY = 1.0, 30.0
 """Seconds until the first retry, and between later ones; each waits twice as long as the one before."""
+_CALLS = ("store_init_configuration", "store_provenance", *journals.ENDS)  # beside those that begin with "log"
 BATCH = 500
 """Rows that a tracker gets at once, at most."""
 
@@ -159,6 +160,8 @@ class Delivery:
                 for row in rows:
                     tracker.log(row.values, step=row.step, **row.options)
             return
+        if first.call not in _CALLS and not first.call.startswith("log_"):
+            raise ValueError(f"Expected a call of a tracker. Received: {first.call!r}, as a journal says.")
         method = getattr(tracker, first.call)
         if isinstance(first.values, (list, tuple)):
             method(*settle(first.values), **settle(first.options))
