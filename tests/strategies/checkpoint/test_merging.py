@@ -90,6 +90,26 @@ def test_what_accelerates_fsdp_writes(tmp_path):
     assert merged(place, tmp_path / "again", foreign=True) == ["model.safetensors"]
 
 
+def test_what_our_own_sharding_writes(tmp_path):
+    from drivetrain import Accelerator
+    from drivetrain.strategies.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    def save(rank: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        right = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.save_state(str(tmp_path / "state"))
+        return right
+
+    right = run(save, group=False)[0]
+    assert len(list((tmp_path / "state").glob("model.shard-*"))) == 2
+    assert merged(tmp_path / "state", tmp_path / "out") == ["model.safetensors"]
+    assert same(load_file(tmp_path / "out/model.safetensors"), right)
+
+
 def test_an_index_that_would_run_code_is_refused(tmp_path):
     class Attack:
         def __reduce__(self):
