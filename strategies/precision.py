@@ -65,7 +65,7 @@ def canonical_name(name: str | int | None) -> str:
     """Returns the full spelling of a precision: `canonical_name("bf16")` is `"bf16-mixed"`."""
     word = "no" if name is None else str(getattr(name, "value", name)).lower()
     if word.startswith("transformer-engine"):
-        raise not_in_this_version(f"Transformer Engine ({word})", "'fp8-mixed', which is torchao")
+        raise not_in_this_version(f"Transformer Engine ({word})", "precision='fp8-mixed' (torchao)")
     if word not in _WORDS:
         near = difflib.get_close_matches(word, _WORDS, n=1)
         advice = f"Did you mean {near[0]!r}?" if near else "Choose one of these."

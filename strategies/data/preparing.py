@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from .. import world as worlds
 from ..random import run_seed
@@ -26,8 +27,10 @@ def prepare_loader(
 ) -> DataLoaderShard:
     """A loader of this rank's share; one that rank 0 reads where the settings ask for that. Options: see `loader`."""
     config = config or DataLoaderConfiguration()
-    dispatch = config.dispatch_batches or slice_fn_for_dispatch is not None
-    kind = DataLoaderDispatcher if dispatch else DataLoaderShard
+    dispatch = config.dispatch_batches
+    if dispatch is None:
+        dispatch = _dispatches_by_default(dataloader, config, put_on_device=options.get("put_on_device", True))
+    kind = DataLoaderDispatcher if dispatch or slice_fn_for_dispatch is not None else DataLoaderShard
     prepared = prepare(dataloader, world=world, config=config, kind=kind, **options)
     if isinstance(prepared, DataLoaderDispatcher) and slice_fn_for_dispatch is not None:
         prepared.slice_fn = slice_fn_for_dispatch
@@ -94,6 +97,12 @@ def _of_mesh(mesh: Any, num_processes: int | None, process_index: int | None) ->
         if name.startswith("dp") or name == "ep":
             size, rank = size * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
     return size, rank
+
+
+def _dispatches_by_default(dataloader: Any, config: DataLoaderConfiguration, *, put_on_device: bool) -> bool:
+    """Iterable data, as in Accelerate; not where a short last batch is shared out, which every rank can do by itself."""
+    iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+    return iterable and put_on_device and config.shard and not config.split_last_batch
 
 
 def _seat(world: World, num_processes: int | None, process_index: int | None) -> World:

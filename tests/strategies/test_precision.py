@@ -35,7 +35,7 @@ def test_words(word, name, accelerates, kind):
 def test_unknown_words_name_the_nearest_and_transformer_engine_what_to_use():
     with pytest.raises(ValueError, match="Received: precision='bf16-mixd'. Did you mean 'bf16-mixed'"):
         precisions.create("bf16-mixd", CPU)
-    with pytest.raises(NotImplementedError, match="Transformer Engine .* Use 'fp8-mixed', which is torchao, instead"):
+    with pytest.raises(NotImplementedError, match="Transformer Engine .* Use precision='fp8-mixed' .torchao. instead"):
         precisions.create("transformer-engine", CPU)
 
 

@@ -64,7 +64,7 @@ def prepared(accelerator=None, **options):
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0"),
         ({"gradient_accumulation_steps": 1.5}, ValueError, "whole number"),
         ({"mixed_precision": "fp17"}, ValueError, "Received: precision='fp17'. Did you mean 'fp16'"),
-        ({"mixed_precision": "transformer-engine"}, NotImplementedError, "Use 'fp8-mixed', which is torchao"),
+        ({"mixed_precision": "transformer-engine"}, NotImplementedError, "Use precision='fp8-mixed' .torchao. instead"),
         ({"strategy": "dddp"}, ValueError, "Did you mean 'ddp'"),
         ({"fsdp_plugin": object()}, TypeError, "Expected a FullyShardedDataParallelPlugin for fsdp_plugin"),
         ({"deepspeed_plugin": object()}, TypeError, "Expected a DeepSpeedPlugin"),
