@@ -5,12 +5,16 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
+from ...strategies.environment import SOURCES
 from ...strategies.ports import get_free_port
 from .launch_arguments import Launch
-from .launch_exports import used_engines
+from .launch_exports import exports, used_engines
 from .sources import UsageError
+
+_OF_HERE = (SOURCES, "OMP_NUM_THREADS")  # mean nothing on another machine
 
 
 def mpi_kind() -> str | None:
@@ -72,11 +76,16 @@ def deepspeed(launch: Launch, *, local: int) -> list[str]:
 
 
 def tpu_pod(launch: Launch, program: Sequence[str]) -> list[list[str]]:
-    """Return the commands that start `program` on every worker of a TPU pod, or on each named TPU VM."""
-    exports = [f"export {shlex.quote(one)}" for one in launch["tpu_env"] or []]
-    start = shlex.join([*(["sudo"] if launch["tpu_use_sudo"] else []), *program])
+    """Return the commands that start `program` on every worker of a TPU pod, or on each named TPU VM.
+
+    The settings of the launch go with it as variables; the interpreter is the python3 that is there.
+    """
+    told = [f"{name}={value}" for name, value in exports(launch).items() if name not in _OF_HERE]
+    exported = [f"export {shlex.quote(one)}" for one in [*(launch["tpu_env"] or []), *told]]
+    words = ["python3" if word == sys.executable else word for word in program]
+    start = shlex.join([*(["sudo", "-E"] if launch["tpu_use_sudo"] else []), *words])
     zone = ["--zone", launch["tpu_zone"]] if launch["tpu_zone"] else []
-    remote = "; ".join([*exports, start])
+    remote = "; ".join([*exported, start])
     if launch["tpu_name"]:
         return [_gcloud(launch["tpu_name"], zone, remote, everywhere=True)]
     if not launch["tpu_vm"]:

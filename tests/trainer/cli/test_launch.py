@@ -227,11 +227,13 @@ def test_intels_mpirun_starts_the_ranks(place, monkeypatch):
 
 
 def test_tpu_pods_command_lines(place, capsys):
-    place.write("tpu.yaml", "{distributed_type: XLA, tpu_use_cluster: true, tpu_name: pod, tpu_zone: z, tpu_env: [A=1], num_processes: 8}")
+    place.write("tpu.yaml", "{distributed_type: XLA, tpu_use_cluster: true, tpu_name: pod, tpu_zone: z, tpu_env: [A=1], num_processes: 8,"
+                " mixed_precision: bf16}")  # fmt: skip
     assert main(["launch", "--config_file", "tpu.yaml", "-m", "script"]) == 0
     command = capsys.readouterr().out
     assert command.startswith("gcloud compute tpus tpu-vm ssh pod --zone z --command 'export A=1; ")
-    assert command.endswith(" -m script' --worker all\n")
+    assert command.endswith("; python3 -m script' --worker all\n") and "export ACCELERATE_USE_XLA=true; " in command
+    assert "export ACCELERATE_MIXED_PRECISION=bf16; " in command and "SOURCES" not in command
     assert main(["launch", "--tpu_cluster", "--vm", "a", "--vm", "b", "--cpu", "script.py"]) == 0
     assert [line.split()[5] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
 
