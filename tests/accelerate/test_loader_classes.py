@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain import Accelerator, DataLoaderDispatcher, DataLoaderShard, GradientState, SkipDataLoader
+from drivetrain import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    GradientState,
+    SkipDataLoader,
+)
 from drivetrain.strategies.state import PartialState
 from drivetrain.tests.distributed import run
 
@@ -91,3 +98,23 @@ def test_batches_of_unequal_shape_are_dispatched():
         return [tuple(batch.shape) for batch in DataLoaderDispatcher(Ragged(), batch_size=None)]
 
     assert run(rank, 2) == [[(2, 3), (2, 2)], [(2, 5), (2, 4)]]
+
+
+class Ten(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def test_the_first_process_reads_iterable_data_unless_told_otherwise():
+    """As in Accelerate: a short last batch is shared out evenly, and filled up only as far as that takes."""
+    def rank(rank, dispatch):
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Ten(), batch_size=4))
+        return type(loader).__name__, [batch.tolist() for batch in loader]
+
+    first, second = run(rank, 2, None)
+    assert first == ("DataLoaderDispatcher", [[0, 1, 2, 3], [8]])
+    assert second == ("DataLoaderDispatcher", [[4, 5, 6, 7], [9]])
+    first, second = run(rank, 2, False)
+    assert first == ("DataLoaderShard", [[0, 1, 2, 3], [8, 9, 0, 1]])
+    assert second == ("DataLoaderShard", [[4, 5, 6, 7], [2, 3, 4, 5]])
