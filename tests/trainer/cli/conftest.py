@@ -122,7 +122,7 @@ class Home:
     def python(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
         environ = {**os.environ, "XDG_CONFIG_HOME": str(self.path / "xdg"), "OMP_NUM_THREADS": "1", **variables}
         environ.pop("PYTEST_CURRENT_TEST", None)  # these processes are no tests: they may start others
-        return subprocess.run([sys.executable, *args], cwd=self.path, env=environ, capture_output=True, text=True, timeout=100)
+        return subprocess.run([sys.executable, *args], cwd=self.path, env=environ, capture_output=True, text=True, timeout=240)
 
     def cli(self, *args: str, **variables: str) -> subprocess.CompletedProcess:
         return self.python("-m", "drivetrain", *args, **variables)

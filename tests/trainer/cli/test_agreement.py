@@ -91,6 +91,8 @@ def test_F1_the_trainer_shows_both(launched, variables, arguments, said):
     assert said in str(error.value)
 
 
+pytestmark = pytest.mark.timeout(500)  # a test may start several launches, one after another, on a machine that is busy
+
 RUN = """
 from pathlib import Path
 

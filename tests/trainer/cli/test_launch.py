@@ -10,6 +10,8 @@ from drivetrain.tests.distributed import free_port
 from drivetrain.trainer.cli import document
 from drivetrain.trainer.cli.main import main
 
+pytestmark = pytest.mark.timeout(500)  # a test may start several launches, one after another, on a machine that is busy
+
 SCRIPT = """
 import os, sys
 from pathlib import Path

@@ -11,6 +11,9 @@ from drivetrain.trainer.cli import document, estimate, self_check
 from drivetrain.trainer.cli.main import main
 
 
+pytestmark = pytest.mark.timeout(500)  # a test may start several launches, one after another, on a machine that is busy
+
+
 def failed(capsys, *args) -> str:
     with pytest.raises(SystemExit) as end:
         main(list(args))
