@@ -128,6 +128,9 @@ def _modern(written: dict[str, Any]) -> dict[str, Any]:
         del new["dynamo_backend"]
     if new.get("fp16") is True and "mixed_precision" not in new:
         new["mixed_precision"] = "fp16"
+    older = new.get("tp_config") or {}  # 1.3 to 1.9
+    if "tp_size" in older:
+        new["parallelism_config"] = {"tp_size": older["tp_size"], **(new.get("parallelism_config") or {})}
     label = str(new.get("distributed_type")).upper()
     if label == "TPU":
         new["distributed_type"] = "XLA"

@@ -114,6 +114,16 @@ def test_fp8_and_mpi_sections_of_earlier_versions():
     assert read("fp8_config: {backend: MS-AMP}") == {"fp8_backend": "msamp"}
 
 
+def test_the_tensor_parallel_section_of_earlier_versions():
+    found = read("{distributed_type: TP, tp_config: {tp_size: 4}, num_processes: 4}")
+    assert found["parallelism_config_tp_size"] == 4 and found["distributed_type"] == "TP"
+
+
+def test_class_names_in_a_list_keep_their_case():
+    found = read("{distributed_type: FSDP, fsdp_config: {fsdp_transformer_layer_cls_to_wrap: [BertLayer, Head]}}")
+    assert found["fsdp_transformer_layer_cls_to_wrap"] == "BertLayer,Head"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
