@@ -176,7 +176,7 @@ def _accelerate_models(path: Path) -> dict[str, dict[str, Tensor]]:
 
 def _numbered(path: Path, stem: str, ending: str) -> list[Path]:
     """The files optimizer.bin, optimizer_1.bin, optimizer_2.bin, …"""
-    found = []
+    found: list[Path] = []
     while (file := path / (f"{stem}_{len(found)}{ending}" if found else f"{stem}{ending}")).exists():
         found.append(file)
     return found

@@ -277,3 +277,25 @@ def test_what_is_no_place_is_refused():
     with pytest.raises(CheckpointError, match="a place that fsspec knows"):
         checkpoints_at("nothing://x")
     assert not complete_at("nothing://x") and not os.path.exists("nothing:")
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_fit_that_ends_by_an_exception_has_copied_what_it_saved(memory, error):
+    class Failing(Line):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_step == 3:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    callbacks = [ModelCheckpoint(every_n_train_steps=1), CheckpointUpload("memory://run")]
+    with pytest.raises(error):
+        quiet(max_steps=5, callbacks=callbacks, enable_checkpointing=None).fit(Failing(), loader(24))
+    assert checkpoints_at("memory://run")[0] == "memory://run/checkpoint-000003"
+    assert complete_at("memory://run/checkpoint-000003")
+
+
+def test_a_state_that_names_other_places_removes_nothing_there(memory):
+    """What a checkpoint says that it has copied may have been written by anybody."""
+    upload_callback = CheckpointUpload("memory://run")
+    upload_callback.load_state_dict({"sent": {"../other/checkpoint-1": "t", "..": "t", "checkpoint-1": "t"}})
+    assert list(upload_callback.state_dict()["sent"]) == ["checkpoint-1"]
