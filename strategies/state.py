@@ -228,7 +228,12 @@ class AcceleratorState(PartialState):
         strategy.select(name)
         self._shared_state["deepspeed_plugin"] = strategy.plugin
 
-    is_fsdp2 = fork_launched = False
+    fork_launched = False
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by `fully_shard`."""
+        return self._shared_state["strategy"].name in ("fsdp", "hsdp")
 
 
 def share(inputs: Any, world: World, apply_padding: bool = False) -> Any:

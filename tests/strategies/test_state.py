@@ -140,3 +140,13 @@ def test_print_once_per_machine():
             return file.read()
 
     assert run(work) == ["hello 0\n", ""]
+
+
+def test_the_state_tells_of_sharding():
+    def work(rank):
+        from drivetrain import Accelerator, AcceleratorState
+
+        accelerator = Accelerator(cpu=True, strategy="fsdp")
+        return accelerator.is_fsdp2, AcceleratorState().is_fsdp2, accelerator.multi_device, AcceleratorState().debug
+
+    assert run(work) == [(True, True, False, False)] * 2
