@@ -209,8 +209,8 @@ def _load_state(optimizer: EngineOptimizer, parameter: Any, index: int, saved: M
         return
     state = _room(engine, flat, saved, parameter)
     for key, value in saved.items():
-        if key == "step" and "step" in group:
-            group["step"] = int(value)
+        if key == "step" and ("step" in group or type(engine.basic_optimizer).__name__ == "FusedAdam"):
+            group["step"] = int(value)  # which counts for the whole group
         elif key == "step":
             state["step"] = int(value) if _counts(engine) else torch.as_tensor(value).clone()
         elif isinstance(value, torch.Tensor) and value.numel() == _numel(parameter):

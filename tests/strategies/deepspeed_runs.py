@@ -13,14 +13,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DeepSpeedPlugin
+from drivetrain.strategies import environment
 from drivetrain.strategies.deepspeed_engine import package
 
 
 def preload():
     """Imports in the process that forks what every rank would import for itself, which takes seconds."""
     package(torch.device("cpu"))
-    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.utils.zero_to_fp32"):
-        import_module(name)
+    with environment.exported(environment.child_environment({"TORCH_WARM_POOL": "0"})):
+        # Imports torch's compiler, which would start processes beside this one where Triton is installed.
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     import_module("drivetrain.strategies.deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
