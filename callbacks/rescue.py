@@ -40,6 +40,9 @@ class Rescue(Callback):
 
     priority = AFTER_MODULE + 200  # after the ModelCheckpoints
 
+    def __init__(self) -> None:
+        self._fitting, self._start = False, 0
+
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         self._fitting = False
         if stage == "fit":

@@ -262,6 +262,6 @@ class FitLoop:
 
 def may_leave(session: Session) -> bool:
     """Tell whether a hook of the user's own is asked before each batch, which may answer that the epoch ends there."""
-    theirs = [c for c in session.callbacks if not type(c).__module__.startswith(_OWN)]
-    listens = any(overrides(callback, "on_train_batch_start", Callback) for callback in theirs)
-    return listens or overrides(session.module, "on_train_batch_start", TrainModule)
+    name = "on_train_batch_start"
+    theirs = [c for c in session.callbacks if name in vars(c) or not type(c).__module__.startswith(_OWN)]
+    return overrides(session.module, name, TrainModule) or any(overrides(c, name, Callback) for c in theirs)
