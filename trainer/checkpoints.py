@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.rescue import FOLDER
 from ..strategies.checkpoint.folders import sweep
-from ..strategies.checkpoint.format import Checkpoint, newest
+from ..strategies.checkpoint.format import Checkpoint, CheckpointError, newest
 from ..strategies.checkpoint.state import encode
-from ..strategies.contents import load_module
+from ..strategies.contents import load_module, read_by
 from .remote_checkpoints import Remote, brought, found_at, newest_copy
 from .run_folder import is_run_id
 from .restarts import Attempt
@@ -288,8 +288,19 @@ def run_of(path: Path | None) -> str | None:
 def read_module(cls: Any, path: Any, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Any:
     """Return a module of class ``cls`` with the hyperparameters and weights of a checkpoint."""
     module = cls(**{**read_hyperparameters(cls, path, "hparams"), **overrides})
-    module.load_state_dict(load_module(Checkpoint.open(path)), strict=strict)
+    module.load_state_dict(load_module(_with_weights(path)), strict=strict)
     return module if map_location is None else module.to(map_location)
+
+
+def _with_weights(path: Any) -> Checkpoint:
+    """A checkpoint whose weights are read, or where they are in parts verified; nothing else of it is looked at."""
+    checkpoint = Checkpoint.open(path, verify=False)
+    names = [name for name in checkpoint.files if name.startswith("model")]
+    whole = read_by(0, names, weights_only=True)
+    checkpoint.fetch(whole)
+    if problems := checkpoint.examine(name for name in names if name not in whole):
+        raise CheckpointError(f"{checkpoint.directory} is damaged: " + "; ".join(problems))
+    return checkpoint
 
 
 def read_hyperparameters(cls: Any, path: Any, kind: str) -> dict[str, Any]:

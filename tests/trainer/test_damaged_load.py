@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain import Accelerator, ProjectConfiguration
+from drivetrain import Accelerator, ModelCheckpoint, ProjectConfiguration
 from drivetrain.strategies.checkpoint import CheckpointError, files
 from drivetrain.tests.distributed import run
+from drivetrain.tests.loop.models import Line, loader, quiet
 from drivetrain.tests.strategies.checkpoint.samples import same
 
 
@@ -105,3 +106,15 @@ def test_C3_the_newest_that_is_damaged_is_named_and_the_one_before_is_taken(rank
     assert ([job(0)] if ranks == 1 else run(job, ranks)) == [1.0] * ranks
     if ranks == 1:
         assert "checkpoint_1/rank-00000.json" in caplog.text
+
+
+def test_C3_a_module_is_made_from_verified_weights_alone():
+    with_moments = ModelCheckpoint(dirpath="kept", every_n_train_steps=1)
+    quiet(max_steps=1, callbacks=[with_moments], enable_checkpointing=None).fit(Line(), loader(4))
+    folder = Path(with_moments.best_model_path)
+    Path(folder, "training.json").write_text("{}")
+    assert Line.load_from_checkpoint(folder).layer.weight.item() != 0.5
+    data = Path(folder, "model.safetensors").read_bytes()
+    Path(folder, "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        Line.load_from_checkpoint(folder)
