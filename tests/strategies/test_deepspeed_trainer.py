@@ -16,6 +16,7 @@ from drivetrain.strategies.state import PartialState
 from drivetrain.tests.distributed import RankFailed, run
 from drivetrain.tests.strategies import deepspeed_runs as runs
 
+pytestmark = pytest.mark.timeout(600)  # seconds on a machine of its own, minutes on a loaded one
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 QUIET = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
 
@@ -96,7 +97,7 @@ def test_trainer_computes_what_one_process_does_and_evaluates_each_sample_once(s
     def work(rank):
         return {name: fit(DeepSpeedStrategy(zero_stage=stage), 4, *case) for name, case in CASES.items()}
 
-    for found in run(work, 2, timeout=110):
+    for found in run(work, 2, timeout=200):
         for name, (weights, loss, steps) in expected.items():
             assert runs.far(found[name][0], weights) <= 1e-5, name
             assert found[name][1] == pytest.approx(loss, rel=1e-5), name
@@ -132,10 +133,10 @@ def long_run(folder, stage, **arguments):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_killed_run_goes_on_bit_for_bit(stage, tmp_path):
-    whole = run(lambda rank: long_run(tmp_path / "whole", stage), 2, timeout=100)
+    whole = run(lambda rank: long_run(tmp_path / "whole", stage), 2, timeout=200)
     with pytest.raises(RankFailed, match="killed by SIGKILL"):
-        run(lambda rank: long_run(tmp_path / "killed", stage, batch=17), 2, timeout=100)
-    resumed = run(lambda rank: long_run(tmp_path / "killed", stage, ckpt_path="last"), 2, timeout=100)
+        run(lambda rank: long_run(tmp_path / "killed", stage, batch=17), 2, timeout=200)
+    resumed = run(lambda rank: long_run(tmp_path / "killed", stage, ckpt_path="last"), 2, timeout=200)
     for (weights, loss), (again, its_loss) in zip(whole, resumed):
         assert torch.equal(weights, again) and loss == its_loss
 
@@ -146,7 +147,7 @@ def test_a_rank_that_dies_ends_the_other_in_time(stage, tmp_path):
         return long_run(tmp_path, stage, batch=5 if rank else None)
 
     with pytest.raises(RankFailed, match="Rank 1 of 2 was killed by SIGKILL") as error:
-        run(work, 2, timeout=100, patience=60)
+        run(work, 2, timeout=200, patience=120)
     assert "Then rank 0 raised" in str(error.value)
 
 
@@ -165,7 +166,7 @@ def test_module_is_evaluated_without_training_it(tmp_path):
 
     x, y = runs.data(37).tensors
     expected = float(F.cross_entropy(runs.mlp()(x), y).detach())
-    for found in run(work, 2, timeout=60):
+    for found in run(work, 2, timeout=200):
         assert found == pytest.approx([expected] * 2, rel=1e-5)
 
 
@@ -187,7 +188,7 @@ def test_one_module_is_fitted_evaluated_and_fitted_again():
 
     (((loss, weights),),) = run(work, 1, [lambda: "single"], 8, group=False)
     stages = [lambda stage=stage: DeepSpeedStrategy(zero_stage=stage) for stage in range(4)]
-    for rank in run(work, 2, stages, 4, timeout=100):
+    for rank in run(work, 2, stages, 4, timeout=200):
         for its_loss, its_weights in rank:
             assert its_loss == pytest.approx(loss, rel=1e-5) and runs.far(its_weights, weights) <= 1e-5
 
