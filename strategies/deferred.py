@@ -267,7 +267,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation changes."""
-    found = []
+    found: list[Any] = []
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if place >= len(args) or argument.kwarg_only else args[place]

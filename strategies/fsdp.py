@@ -256,7 +256,11 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         return sharding.Unsynchronized(module) if sharding.is_sharded(module) else NOTHING
 
     def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
-        differentiate = functools.partial(super().backward, precision=precision, **kwargs)
+        plainly = super().backward
+
+        def differentiate(loss: torch.Tensor) -> None:
+            plainly(loss, precision, **kwargs)
+
         if self._by_hand is None:
             differentiate(loss)
         else:
@@ -265,7 +269,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
             sharded_gradients.average(self._replicated, self.world)
 
     def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable | None = None, *, precision: Precision
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *, precision: Precision
     ) -> tuple[bool, Any]:
         result = super().step(optimizer, closure, precision=precision)
         if self._by_hand is not None:

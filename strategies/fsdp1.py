@@ -192,20 +192,21 @@ class Sharded(FullyShardedDataParallel):
 
     def route(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a method of the module in the place of its forward."""
-        module, absent = self.module, object()
-        own = vars(module).get("forward", absent)
+        attributes: dict[str, Any] = self.module.__dict__
+        absent = object()
+        own = attributes.get("forward", absent)
 
         def restore() -> None:
             if own is absent:
-                vars(module).pop("forward", None)
+                attributes.pop("forward", None)
             else:
-                vars(module)["forward"] = own
+                attributes["forward"] = own
 
         def once(*args: Any, **kwargs: Any) -> Any:
             restore()
             return method(*args, **kwargs)
 
-        vars(module)["forward"] = once
+        attributes["forward"] = once
         try:
             return self(*args, **kwargs)
         finally:

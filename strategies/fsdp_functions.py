@@ -137,7 +137,8 @@ def _folder(directory: str | os.PathLike[str], name: str, index: int) -> Path:
 def _opened(path: Path, accelerator: Any) -> Checkpoint:
     """A checkpoint of which every rank verifies its share of the files."""
     checkpoint, world = Checkpoint.open(path, verify=False), accelerator.world
-    problems = sum(world.gather_object(checkpoint.examine(sorted(checkpoint.files)[world.rank :: world.size])), [])
+    own = sorted(checkpoint.files)[world.rank :: world.size]
+    problems = [problem for found in world.gather_object(checkpoint.examine(own)) for problem in found]
     if problems:
         raise CheckpointError(f"{path} is damaged: " + "; ".join(problems))
     return checkpoint

@@ -107,8 +107,11 @@ def gathered(state: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {}
     known: dict[int, Any] = {}
     for name, value in state.items():
-        if id(value) not in known:
-            known[id(value)] = whole(value) if keep else _take_part(value)
+        if keep and id(value) not in known:
+            known[id(value)] = whole(value)
+        elif id(value) not in known:
+            known[id(value)] = None
+            _take_part(value)
         if keep:
             found[name] = known[id(value)]
     return found

@@ -175,7 +175,7 @@ def load_sharded_state(checkpoint: Checkpoint, stem: str, targets: Mapping[str, 
     parts = open_parts(checkpoint, stem=stem)
     like: dict[str, Tensor] = {}
     for name, entries in _mapping(tree.get("state") if isinstance(tree, dict) else None):
-        target = targets.get(name)
+        target: Any = targets.get(name)
         for tensor in _tensors_in(entries) if target is not None else ():
             if parts.stored(tensor).shape == tuple(target.shape):
                 like[tensor] = target
