@@ -109,6 +109,52 @@ def test_L3_L6_a_killed_run_goes_on_and_all_is_read_back(place, tmp_path):
     CHECKS[place.name](place, run_id, native)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", NAMES, indirect=True)
+def test_a_preempted_run_says_so(place):
+    trackers = place.start()
+    trackers[0].log({"loss": 0.5}, step=1)
+    trackers[0].preempt("stopped by SIGTERM")
+    finish_trackers(trackers)
+    run_id, words = trackers[0].wrapped.run_id, ("preempted", "stopped by SIGTERM")
+    if place.name == "mlflow":
+        import mlflow
+
+        run = mlflow.MlflowClient(tracking_uri=place.uri).get_run(run_id)
+        assert (run.info.status, run.data.tags["error"]) == ("KILLED", words[1])
+    elif place.name == "comet_ml":
+        from drivetrain.callbacks.tracking.comet import messages
+
+        payloads = [message["payload"] for message in messages(place.run / "comet", run_id)]
+        others = {payload["key"]: payload["value"] for payload in payloads if "key" in payload}
+        assert (others["status"], others["error"]) == words
+    elif place.name == "wandb":
+        assert place.rows(run_id)["loss"] == [(1, 0.5)]  # waits for the end of the file
+        from drivetrain.callbacks.tracking.wandb import _records
+
+        records = list(_records(next((place.run / "wandb").glob("offline-run-*/*.wandb")).read_bytes()))
+        kinds = [record.WhichOneof("record_type") for record in records]
+        assert "preempting" in kinds and [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [1]
+    elif place.name == "trackio":
+        from trackio.sqlite_storage import SQLiteStorage
+
+        assert words in [(alert["title"], alert["text"]) for alert in SQLiteStorage.get_alerts("project")]
+    elif place.name == "aim":
+        status = readers.aim_run(place.run, run_id)["status"]
+        assert (status["state"], status["error"]) == words
+    elif place.name == "dvclive":
+        import yaml
+
+        status = yaml.safe_load((place.run / "dvclive" / "params.yaml").read_text())["status"]
+        assert (status["state"], status["error"]) == words
+    else:
+        from drivetrain.callbacks.tracking.swanlab import records
+
+        found = records(next((place.run / "swanlog").rglob("*.swanlab")))
+        (end,) = [record["finish"] for record in found if "finish" in record]
+        assert (end["state"], end["error"]) == ("RUN_STATE_ABORTED", words[1])
+
+
 # What else each of them holds
 
 
