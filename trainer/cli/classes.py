@@ -30,6 +30,8 @@ from .sources import COMMAND_LINE, Layer, UsageError
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _MADE = (Module, Dataset, DataLoader, Sampler, Optimizer, LRScheduler, Callback, DataModule)
 """What functions that a config names may make."""
+_HARMLESS = ("builtins", "math", "cmath", "statistics", "collections", "copy", "string", "itertools", "random")
+"""Standard modules with functions that one may well want in a model; of builtins the parser leaves the bad ones out."""
 _SKIPPED: dict[str, set[str]] = {"model": set(), "data": set(), "optimizer": {"params"}, "lr_scheduler": {"optimizer"}}
 """Key that names a class → arguments that the trainer gives to that class, not the config."""
 
@@ -69,8 +71,13 @@ def import_class(path: str, source: str) -> Any:
 
 
 def is_named(value: Any) -> bool:
-    """Tell whether a value of a config names a class to be built: {class_path: …, init_args: …}."""
-    return hasattr(value, "get") and isinstance(value.get("class_path"), str)
+    """Tell whether the parser has taken a value for a class to be built: class_path and init_args."""
+    return isinstance(value, Namespace) and isinstance(value.get("class_path"), str)
+
+
+def denied_modules() -> list[str]:
+    """Return the standard modules of which a config may not even name a function, for an argument that takes one."""
+    return [name for name in standard_modules() if name not in _HARMLESS]
 
 
 def standard_modules() -> list[str]:
@@ -85,13 +92,22 @@ def standard_modules() -> list[str]:
 
 def check_callables(values: Any) -> None:
     """Refuse, before anything is built, each function that a class_path names and that does not say what it makes."""
-    for path in dict.fromkeys(_class_paths(values)):
+    for path in dict.fromkeys(_recognized(values)):
         made = import_class(path, "config")
         if not isinstance(made, type) and not _makes(made):
             raise UsageError(
                 f"Expected a class, or a function that says which class it returns. Received: class_path={path}. "
                 "A config calls no other functions."
             )
+
+
+def _recognized(values: Any) -> Iterator[str]:
+    """The class paths that the parser has taken for such; in an argument that is annotated as a dict they are data."""
+    if isinstance(values, Namespace):
+        yield from _named(values.get("class_path"))
+        values = vars(values)
+    for value in values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ():
+        yield from _recognized(value)
 
 
 def _makes(function: Any) -> bool:
@@ -148,7 +164,6 @@ def _refuse_standard(top: str, path: str, source: str) -> None:
 
 
 def _class_paths(values: Any) -> Iterator[str]:
-    values = values.as_dict() if isinstance(values, Namespace) else values
     if isinstance(values, dict):
         yield from _named(values)
     for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():

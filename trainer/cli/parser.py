@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.durations import Duration
 from . import document
-from .classes import check_callables, import_class, is_named, preload, standard_modules
+from .classes import check_callables, denied_modules, import_class, is_named, preload
 from .explain import explain
 from .help import KEYS
 from .sources import ConstructionError, Layer, UsageError
@@ -29,7 +29,7 @@ class RunParser(ArgumentParser):
 
         set_loader(_MODE, document.read, exceptions=(yaml.YAMLError,))
         # A class is built only where its kind is declared, and what runs commands cannot be named (docs/security.md).
-        set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=standard_modules())
+        set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=denied_modules())
         register_type(Duration, _duration_text, _duration)
         super().__init__(
             **{"exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE, "print_config": None, **options}

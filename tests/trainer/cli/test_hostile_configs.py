@@ -25,9 +25,10 @@ from nets import Net
 class Open(Net):
     def __init__(self, kind: torch.nn.Module | None = None, anything: Any = None, untyped=None,
                  function: Callable = torch.relu, maker: Callable[[], torch.nn.Module] | None = None,
-                 many: list[Any] | None = None):
+                 many: list[Any] | None = None, data: dict | None = None):
         super().__init__()
         self.kind, self.given = kind, (anything, untyped, function, maker, many)
+        assert data is None or data == {"class_path": "open_nets.shell", "init_args": {"command": "touch ran"}}
 
 
 def shell(command: str):
@@ -140,6 +141,8 @@ def test_what_is_declared_is_built(home):
         ("model.init_args.kind", {"class_path": "torch.nn.ReLU"}),
         ("model.init_args.kind", {"class_path": "open_nets.relu"}),
         ("model.init_args.function", "torch.sigmoid"),
+        ("model.init_args.function", "math.sqrt"),
+        ("model.init_args.data", BAD["a function"]),  # data, which nobody here looks into
         ("model.init_args.anything", {"a": [1, {"b": 2}]}),
         ("trainer.profiler", {"class_path": "drivetrain.Profiler", "init_args": {"kind": "simple"}}),
         ("trainer.callbacks", [{"class_path": "nets.Patient", "init_args": {"patience": 2}}]),
