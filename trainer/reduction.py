@@ -110,8 +110,9 @@ def final(series: Series, ranks: list[dict[str, Any]]) -> float:
         return series.final
     counted = ranks if series.sync and not series.rank_zero_only else ranks[:1]
     found = [rank["series"].get(series.name, {}).get("values") for rank in counted]
+    found = [values for values in found if values is not None]
     try:
-        return float(series.reduction(torch.cat([values for values in found if values is not None])))  # type: ignore[operator]
+        return float(series.reduction(torch.cat(found)))  # type: ignore[operator]
     except Exception:  # of a few values it may make nothing
         return math.nan
 
