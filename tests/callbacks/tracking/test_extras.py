@@ -147,6 +147,7 @@ def test_hyperparameters_and_their_metrics_are_what_tensorboard_shows(tmp_path):
     assert [(value.name.tag, value.value) for value in group.metric_values] == [("val_loss", 0.5)]
 
 
+@pytest.mark.timeout(400)
 def test_what_a_run_was_made_from_is_recorded(tmp_path):
     program = tmp_path / "code" / "train.py"
     program.parent.mkdir()
@@ -162,7 +163,7 @@ def test_what_a_run_was_made_from_is_recorded(tmp_path):
         file.write("# changed\n")
     for number in (1, 2):
         command = [sys.executable, str(program), str(tmp_path / "run"), "--lr", "0.1 x"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
         values, files = json.loads(done.stdout)
         assert values["git"]["commit"] == commit and values["git"]["dirty"] is True and "packages" not in values
         assert values["command"].endswith("--lr '0.1 x'") and values["git"]["diff"] == f"changes-{number}.diff"

@@ -24,6 +24,9 @@ from drivetrain.callbacks.tracking.trackers import finish_trackers, get_tracker,
 from drivetrain.tests.distributed import run
 
 
+pytestmark = pytest.mark.timeout(400)  # programs that are started import torch, on machines that may be busy
+
+
 class Recorder(GeneralTracker):
     name = "recorder"
     requires_logging_directory = False
@@ -92,7 +95,7 @@ class Refusing(Recorder):
 
 
 def queued(tracker, folder, **options):
-    feed = QueuedTracker(tracker, journal_dir=folder, **options)
+    feed = QueuedTracker(tracker, journal_dir=folder, **{"timeout": 60, **options})  # a machine may be busy
     feed.start()
     return feed
 
@@ -504,7 +507,7 @@ def script(folder, last):
 def test_a_program_that_ends_without_finishing_loses_nothing(tmp_path, last, code):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = subprocess.run([sys.executable, "-c", script(tmp_path, last)], timeout=60, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", script(tmp_path, last)], timeout=300, capture_output=True)
     assert done.returncode == code
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 301
     events = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
@@ -515,7 +518,7 @@ def test_what_was_flushed_survives_a_kill(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     last = "for tracker in trackers: tracker.flush()\nos.kill(os.getpid(), signal.SIGKILL)"
-    done = subprocess.run([sys.executable, "-c", script(tmp_path, last)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", script(tmp_path, last)], timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 301
     events = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
