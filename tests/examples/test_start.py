@@ -24,7 +24,7 @@ def checkout(tmp_path):
     python = tmp_path / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    (tmp_path / ".venv" / "installed.txt").write_text(load(tmp_path / "start").wanted())
+    (tmp_path / ".venv" / "installed.txt").write_text(load(tmp_path / "start").wanted("examples,test"))
     return tmp_path
 
 
@@ -66,9 +66,9 @@ def test_tests_are_handed_their_arguments_and_their_exit_code_comes_back(checkou
 
 def test_a_change_of_the_requirements_is_noticed(checkout):
     module = load(checkout / "start")
-    before = module.wanted()
+    before = module.wanted("examples")
     (checkout / "constraints.txt").write_text("torch==2.13.0\n")
-    assert module.wanted() != before
+    assert module.wanted("examples") != before != module.wanted("examples,test")
 
 
 def test_an_old_python_can_read_it():
