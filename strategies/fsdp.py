@@ -179,6 +179,8 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         dynamo: TorchDynamoPlugin | None = None,
     ) -> torch.nn.Module:
         """Shards a model in place; the same object comes back. `evaluation` makes no difference: it is sharded, too."""
+        if sharding.is_prepared(model):  # for an earlier stage
+            return model
         before = replaced_parameters.named([model])
         # A precision may convert what has no memory yet.
         with Deferred(self._recording) if self._recording.storages else NOTHING:

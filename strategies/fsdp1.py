@@ -29,6 +29,8 @@ from .replaced_parameters import part_like
 from .settings import TorchDynamoPlugin
 from .sharded_state import gathered
 
+_ROOT = "_drivetrain_root"
+
 
 class FSDP1Strategy(FSDPStrategy):
     """Sharded data parallel training by torch's older FullyShardedDataParallel.
@@ -55,7 +57,9 @@ class FSDP1Strategy(FSDPStrategy):
         evaluation: bool = False,
         dynamo: TorchDynamoPlugin | None = None,
     ) -> torch.nn.Module:
-        """Returns the model inside of a module that gathers its weights."""
+        """Returns the model inside of a module that gathers its weights, the same at each call."""
+        if _ROOT in vars(model):
+            return vars(model)[_ROOT]  # type: ignore[no-any-return]
         model = precision.prepare_model(model, evaluation=evaluation)
         ignored = self.plugin.ignored_in(model)
         units = wrapping.units(model, self.plugin.policy_for(model), ignored=ignored)
@@ -63,6 +67,7 @@ class FSDP1Strategy(FSDPStrategy):
         self._give_values(model)
         root = Sharded(model, **self._options(units, ignored))
         self._units.add(root)
+        model.__dict__[_ROOT] = root  # past nn.Module's own attributes, so that it is no part of the model
         left_out = {id(p) for module in ignored for p in module.parameters()}
         self._replicated += [p for p in root.parameters() if id(p) in left_out and p.requires_grad]
         return root
@@ -144,20 +149,21 @@ class FSDP1Strategy(FSDPStrategy):
     # State
 
     def _parts(self, model: Any) -> dict[str, Any]:
-        with _in_parts(model):
-            return dict(model.state_dict())
+        root = _root(model)
+        with _in_parts(root):
+            return dict(root.state_dict())
 
     def load_state_dict(self, model: Any, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        targets = self._parts(model)
+        root, targets = _root(model), self._parts(model)
         missing, unexpected = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"Expected the weights of {type(model.module).__name__}. Received: missing {missing[:5]}, unexpected "
+                f"Expected the weights of {type(root.module).__name__}. Received: missing {missing[:5]}, unexpected "
                 f"{unexpected[:5]}. Load with strict=False, or build the model as it was."
             )
         parts = {name: part_like(state.get(name, value), value) for name, value in targets.items()}
-        with _in_parts(model):
-            return model.load_state_dict(parts, strict=strict)
+        with _in_parts(root):
+            return root.load_state_dict(parts, strict=strict)
 
     def save_optimizer(self, writer: Any, optimizer: Any, names: Mapping[int, str], *, stem: str) -> None:
         root = self._root_of(optimizer)
@@ -211,6 +217,11 @@ class Sharded(FullyShardedDataParallel):
             return self(*args, **kwargs)
         finally:
             restore()
+
+
+def _root(model: Any) -> Any:
+    """What is around a model, of which the user may have the module inside."""
+    return vars(model).get(_ROOT, model)
 
 
 @contextmanager

@@ -202,6 +202,11 @@ def _prefetch(units: list[Any]) -> None:
         unit.set_modules_to_forward_prefetch([following])
 
 
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `shard` was applied to a module."""
+    return _ROUTE in vars(model)
+
+
 def is_sharded(model: Any) -> bool:
     """Whether `fully_shard` was applied to a module."""
     return isinstance(model, FSDPModule)

@@ -53,6 +53,8 @@ def converted(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     new = {name: value for name, value in values.items() if name not in {*_DROPPED, "fsdp_sharding_strategy"}}
     notes = [f"{name} is left out: {reason}" for name, reason in _DROPPED.items() if name in old]
     new |= {"fsdp_version": "2", "fsdp_reshard_after_forward": _RESHARD[strategy]}
+    if strategy.startswith("HYBRID"):  # version 2 takes it, too: each machine holds a replica
+        new["fsdp_sharding_strategy"] = strategy
     return new, [*notes, f"fsdp_sharding_strategy {strategy} is fsdp_reshard_after_forward {_RESHARD[strategy]}"]
 
 
