@@ -384,6 +384,36 @@ def test_parameters_that_only_some_ranks_use_count_as_zero_on_the_others():
     assert largest_difference(run(work, 2, "fsdp")[0], expected) <= 1e-6
 
 
+def several(rank, strategy, folder):
+    """Two models with an optimizer each, their blocks compiled, saved and loaded between two steps."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, dynamo_backend="eager")
+    models = [Transformer(), Transformer(1)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+
+    def step():
+        rows = tokens(8).tensors[0].chunk(accelerator.num_processes)[accelerator.process_index]
+        accelerator.backward(sum(loss_of(model, rows) for model in models))
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        return [weights(accelerator, model) for model in models]
+
+    step()
+    accelerator.save_state(folder)
+    found = step()
+    accelerator.load_state(folder)
+    again = step()
+    return found, all(torch.equal(a[name], b[name]) for a, b in zip(found, again) for name in a)
+
+
+def test_several_models_with_compiled_blocks(tmp_path):
+    expected, _ = run(several, 1, None, tmp_path / "one", group=False)[0]
+    found, same = run(several, 2, "fsdp", tmp_path / "two")[0]
+    assert same and all(largest_difference(one, other) <= 1e-5 for one, other in zip(found, expected))
+    assert (tmp_path / "two" / "model_1.shards.json").exists()
+
+
 def test_uneven_batches_are_refused_where_they_would_hang():
     def work(rank):
         accelerator = Accelerator(strategy="fsdp")
@@ -418,8 +448,8 @@ class Language(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("rows", [1, 9])
-def test_evaluation_sees_each_sample_once_though_all_ranks_pass_equally_often(tmp_path, rows):
+@pytest.mark.parametrize(("rows", "engine"), [(1, "fsdp"), (9, "fsdp"), (1, "fsdp1")])
+def test_evaluation_sees_each_sample_once_though_all_ranks_pass_equally_often(tmp_path, rows, engine):
     def work(rank, strategy, ranks):
         module = Language()
         trainer = quiet(strategy=strategy, default_root_dir=tmp_path)
@@ -429,7 +459,7 @@ def test_evaluation_sees_each_sample_once_though_all_ranks_pass_equally_often(tm
         return metrics["val"], len(module.seen), sum(len(part) for part in predicted)
 
     ((expected, _, _),) = run(work, 1, "auto", 1)
-    found = run(work, 2, "fsdp", 2)
+    found = run(work, 2, engine, 2)
     assert all(abs(value - expected) <= 1e-6 for value, _, _ in found)
     assert sum(seen for _, seen, _ in found) == rows == sum(count for _, _, count in found)
 
