@@ -56,7 +56,8 @@ def registry() -> dict[str, tuple[str, dict[str, Any]]]:
     for stage in (1, 2, 3):
         names[f"deepspeed_stage_{stage}"] = ("DeepSpeedStrategy", {"zero_stage": stage})
     names["deepspeed_stage_2_offload"] = ("DeepSpeedStrategy", {"zero_stage": 2, **_OFFLOAD})
-    names["deepspeed_stage_3_offload"] = ("DeepSpeedStrategy", {"zero_stage": 3, **_OFFLOAD, "offload_param_device": "cpu"})
+    everything = {"zero_stage": 3, **_OFFLOAD, "offload_param_device": "cpu"}
+    names["deepspeed_stage_3_offload"] = ("DeepSpeedStrategy", everything)
     names |= {"fsdp": ("FSDPStrategy", {}), "fsdp2": ("FSDPStrategy", {})}
     names["fsdp1"] = ("FSDP1Strategy", {})
     names["hsdp"] = ("FSDPStrategy", {"replicate": "nodes"})

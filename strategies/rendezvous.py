@@ -89,7 +89,7 @@ def store() -> dist.Store | None:
 
 
 def report_uncaught() -> None:
-    """Let the agent that started this process, if one did, be told of an exception that ends it before it has joined."""
+    """Let the agent that started this process, if one did, hear of an exception that ends it before it has joined."""
     if environment.text("TORCHELASTIC_ERROR_FILE"):
         _install_hook()
 
