@@ -232,8 +232,8 @@ def refuse_parallelism(parallelism: Any, configs: list[HfDeepSpeedConfig]) -> No
     given = [f"{name}={size}" for name, size in sizes.items() if size not in (None, 1)]
     if given:
         raise NotImplementedError(
-            f"Expected DeepSpeed with data parallelism, of which zero_stage says the rest. Received: {', '.join(given)} "
-            "in the ParallelismConfig. Leave DeepSpeed or that out."
+            "Expected DeepSpeed with data parallelism, of which zero_stage says the rest. Received: "
+            f"{', '.join(given)} in the ParallelismConfig. Leave DeepSpeed or that out."
         )
 
 

@@ -275,6 +275,11 @@ class FullyShardedDataParallelPlugin:
             said = launched.flag(name) if launched.text(name) is not None else None
             value = launched.agreed(name, getattr(self, name), said)
             setattr(self, name, _UNSAID.get(name, False) if value is None else value)
+        if launched.text("activation_checkpointing_offload") and launched.flag("activation_checkpointing_offload"):
+            raise NotImplementedError(
+                "Expected activations to stay on the device or to be computed again. Received: "
+                "fsdp_activation_checkpointing_offload=true. Use fsdp_activation_checkpointing alone."
+            )
         if self.cpu_ram_efficient_loading and self.sync_module_states is False:
             raise ValueError(
                 "Expected sync_module_states with cpu_ram_efficient_loading, under which only the first process has "

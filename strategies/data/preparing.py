@@ -100,7 +100,7 @@ def _of_mesh(mesh: Any, num_processes: int | None, process_index: int | None) ->
 
 
 def _dispatches_by_default(dataloader: Any, config: DataLoaderConfiguration, *, put_on_device: bool) -> bool:
-    """Iterable data, as in Accelerate; not where a short last batch is shared out, which every rank can do by itself."""
+    """Iterable data, as in Accelerate; not where a short last batch is shared out, which ranks do by themselves."""
     iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
     return iterable and put_on_device and config.shard and not config.split_last_batch
 
