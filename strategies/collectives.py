@@ -53,7 +53,9 @@ __all__ = [
 ]
 
 Data = TypeVar("Data")
-_SIZES = 14  # leaves whose sizes fit into the one header; more take a second collective
+_SIZES = 15  # leaves whose sizes fit into the one header; more take a second collective
+_HEADER = 8 * (1 + _SIZES)  # bytes: a signature and sizes
+_FIRST = 2048  # bytes of the collective that comes first: its header, and leaves that are so small
 _PACKED = 1 << 22  # bytes: leaves smaller than this in all travel as one
 
 
@@ -74,9 +76,14 @@ def _gather(tensor: Any, world: World) -> Any:
     if world.size == 1:
         return tensor
     leaves = _tensors("gather", tensor)
-    _agree_on(world, [(path, _kind(leaf), leaf.shape) for path, leaf in leaves])
-    joined = _join(world, [_with_rows(leaf) for _, leaf in leaves])
-    return _rebuild(tensor, joined)
+    kinds = [(path, _kind(leaf), leaf.shape) for path, leaf in leaves]
+    rows = [_with_rows(leaf) for _, leaf in leaves]
+    if _fits(rows):  # what is compared and what is gathered travel together
+        everyones = _compared(world, kinds, payload=_pack(rows) if rows else None)
+        parts = [_unpack(one[_HEADER:], rows) for one in everyones]
+        return _rebuild(tensor, [torch.cat(pair) for pair in zip(*parts, strict=True)])
+    _agree_on(world, kinds)
+    return _rebuild(tensor, _join(world, rows))
 
 
 def gather_uneven(tensor: Any) -> Any:
@@ -201,17 +208,39 @@ def _rebuild(data: Any, tensors: list[Tensor]) -> Any:
 
 def _agree_on(world: World, kinds: list[tuple[Any, ...]], sizes: Sequence[int] = ()) -> list[list[int]]:
     """Compare what every rank has brought, and tell all sizes to all: a list for each rank."""
-    header = torch.zeros(1 + _SIZES, dtype=torch.int64)
-    header[0] = signature(kinds)
-    header[1 : 1 + len(sizes)] = torch.tensor(sizes[:_SIZES], dtype=torch.int64)
-    headers = [one.tolist() for one in world.all_gather(header)]
-    if len({one[0] for one in headers}) > 1:
-        raise_unequal(world.gather_object(", ".join(map(_described, kinds)) or "nothing"))
-    everyones = [one[1 : 1 + len(sizes)] for one in headers]
+    everyones = [_numbers(one)[1 : 1 + len(sizes)].tolist() for one in _compared(world, kinds, sizes)]
     if len(sizes) > _SIZES:
         rest = world.all_gather(torch.tensor(sizes[_SIZES:], dtype=torch.int64))
         everyones = [known + more.tolist() for known, more in zip(everyones, rest, strict=True)]
     return everyones
+
+
+def _compared(
+    world: World, kinds: list[tuple[Any, ...]], sizes: Sequence[int] = (), *, payload: Tensor | None = None
+) -> list[Tensor]:
+    """Exchange one buffer of a fixed size, and raise an error on all ranks if they have brought different kinds."""
+    buffer = torch.zeros(_FIRST, dtype=torch.uint8)
+    numbers = _numbers(buffer)
+    numbers[0] = signature(kinds)
+    if sizes:
+        known = sizes[:_SIZES]
+        numbers[1 : 1 + len(known)] = torch.tensor(known, dtype=torch.int64)
+    if payload is not None:
+        buffer[_HEADER : _HEADER + payload.numel()] = payload
+    everyones = world.all_gather(buffer)
+    if len({int(_numbers(one)[0]) for one in everyones}) > 1:
+        raise_unequal(world.gather_object(", ".join(map(_described, kinds)) or "nothing"))
+    return everyones
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    return buffer[:_HEADER].view(torch.int64)
+
+
+def _fits(leaves: list[Tensor]) -> bool:
+    """Whether leaves, on the CPU, have room beside the numbers that are compared; the same on ranks of equal kinds."""
+    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves)
+    return on_cpu and sum(leaf.nbytes + 16 for leaf in leaves) <= _FIRST - _HEADER
 
 
 def _kind(leaf: Tensor) -> str:

@@ -41,6 +41,8 @@ WORKLOADS = [
     Workload("Trainer, accumulation + clipping + scheduler", "raw_accumulation", "trainer_accumulation", 1.10, 1000),
     Workload("Trainer, language model", "raw_lm", "trainer_lm", 1.01, 20),
     Workload("Trainer, evaluation with a metric", "raw_evaluation", "trainer_evaluation", 1.10),
+    Workload("Accelerator evaluation, gather_for_metrics", "raw_gather", "accelerator_gather", 1.10),
+    Workload("  the same on 2 ranks", "raw_gather_2", "accelerator_gather_2", 1.30),
     Workload("Accelerator loop with accumulate", "raw_bare", "accelerator_accumulate", 1.08),
     Workload("iterating a prepared loader", "raw_loader", "accelerator_loader", 1.02, 2000),
 ]

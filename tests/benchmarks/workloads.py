@@ -303,6 +303,77 @@ def accelerator_loader() -> None:
             tick()
 
 
+def raw_gather(ranks: int = 1) -> None:
+    """By hand: predictions and labels of all ranks, without samples that are there twice (there are none)."""
+    import torch.distributed as dist
+
+    rank = joined(ranks)
+    model, seen = mlp().eval(), []
+    with torch.inference_mode():
+        for x, y in shared(rank, ranks):
+            tick()
+            predicted = model(x).argmax(-1)
+            if ranks > 1:
+                both = torch.stack([predicted, y])
+                every = [torch.empty_like(both) for _ in range(ranks)]
+                dist.all_gather(every, both)
+                predicted, y = torch.cat(every, 1)
+            seen.append((predicted == y).sum())
+
+
+def accelerator_gather(ranks: int = 1) -> None:
+    from drivetrain import Accelerator
+
+    joined(ranks)
+    accelerator = Accelerator(cpu=True)
+    model, data = accelerator.prepare(mlp().eval(), loader(EPOCH * 100, shuffle=False))
+    seen = []
+    with torch.inference_mode():
+        for x, y in data:
+            tick()
+            predicted, y = accelerator.gather_for_metrics((model(x).argmax(-1), y))
+            seen.append((predicted == y).sum())
+
+
+def raw_gather_2() -> None:
+    raw_gather(2)
+
+
+def accelerator_gather_2() -> None:
+    accelerator_gather(2)
+
+
+def joined(ranks: int) -> int:
+    """Fork the other ranks of a group over gloo and join it; only the first rank is measured."""
+    global tick
+    if ranks == 1:
+        return 0
+    import socket
+
+    import torch.distributed as dist
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rank = next((rank for rank in range(1, ranks) if os.fork() == 0), 0)
+    if rank:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: it ends with the first
+        tick = lambda: None  # noqa: E731
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    dist.init_process_group("gloo")
+    return rank
+
+
+def shared(rank: int, ranks: int) -> DataLoader:
+    """The evaluation's data, every rank its batches in turn."""
+    whole = loader(EPOCH * 100, shuffle=False)
+    part = torch.utils.data.DistributedSampler(whole.dataset, ranks, rank, shuffle=False)
+    return DataLoader(whole.dataset, batch_size=16, sampler=part)
+
+
 def main() -> None:
     global tick
     name, steps, read, write = sys.argv[1], *map(int, sys.argv[2:])
