@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from drivetrain.tests.conformance.parallel_cells import CELLS, cell, compare, reference
+from drivetrain.tests.conformance.parallel_cells import CELLS, cell, compare, reference, train
+from drivetrain.tests.distributed import RankFailed, run
 
 LONG = ("cp", "pp-1F1B")  # quick enough for the law's 50 steps
 OTHERS = [name for name in CELLS if name not in (*LONG, "single")]
@@ -73,3 +76,30 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(first, second, tmp_p
     options = {"steps": 8, "validate": False}
     found = cell(second, **options, ckpt=str(saved(first, tmp_path)))
     compare(found, rest(reference(second, **options)))
+
+
+# Failures
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "sp", "pp-1F1B", "ep"])
+def test_a_rank_that_is_killed_ends_the_others(name):
+    """Rank 1 is killed in its third step, while rank 0 waits for its part: rank 0 ends by itself, and says why."""
+    _, make, kind, more = CELLS[name]
+
+    def rank(index):
+        module = kind()
+        layer = list(module.net.modules())[-1]
+        forward, calls = layer.forward, iter(range(1_000_000))
+
+        def dying(*arguments, **named):
+            if index == 1 and next(calls) >= 2 * layer_calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return forward(*arguments, **named)
+
+        layer_calls = 4 if name.startswith("pp") else 1  # micro-batches
+        layer.forward = dying
+        return train(make(), module=module, steps=8, validate=False, **more)["losses"]
+
+    with pytest.raises(RankFailed, match="Rank 1 of 2 was killed by SIGKILL") as failure:
+        run(rank, 2, timeout=110, patience=30)
+    assert "Then rank 0 " in str(failure.value)
