@@ -18,10 +18,13 @@ SOURCES = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*.py")} | {
 }
 
 
+PARTS = {"callbacks/report/page.css", "callbacks/report/page.js"}  # of the report
+
+
 def test_the_wheel_holds_every_source_file_and_nothing_else(archives):
     names = zipfile.ZipFile(next(archives.glob("*.whl"))).namelist()
     held = {name.removeprefix("drivetrain/") for name in names if ".dist-info/" not in name}
-    assert held == SOURCES | {"py.typed"}
+    assert held == SOURCES | PARTS | {"py.typed"}
 
 
 def test_the_wheel_has_the_console_script(archives):
@@ -33,7 +36,7 @@ def test_the_wheel_has_the_console_script(archives):
 def test_the_sdist_holds_what_the_wheel_is_built_from(archives):
     names = tarfile.open(next(archives.glob("*.tar.gz"))).getnames()
     held = {name.split("/", 1)[1] for name in names if "/" in name}
-    assert held >= SOURCES | {"py.typed", "pyproject.toml", "README.md"}
+    assert held >= SOURCES | PARTS | {"py.typed", "pyproject.toml", "README.md"}
 
 
 def test_constraints_pin_everything_that_the_extras_bring():
