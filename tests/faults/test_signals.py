@@ -251,7 +251,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
 
 
 def test_a_fit_outside_of_the_main_thread_installs_nothing(tmp_path):
-    found = []
+    found, before = [], signal.getsignal(signal.SIGTERM)
 
     def look(module, index):
         found.append(signal.getsignal(signal.SIGTERM))
@@ -259,16 +259,18 @@ def test_a_fit_outside_of_the_main_thread_installs_nothing(tmp_path):
     thread = threading.Thread(target=lambda: trainer(tmp_path).fit(Falling(look), loader()))
     thread.start()
     thread.join()
-    assert found == [signal.SIG_DFL] * STEPS
+    assert found == [before] * STEPS
 
 
 def test_handlers_are_put_back_after_a_failure(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+
     def fail(module, index):
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
         trainer(tmp_path).fit(Falling(fail), loader())
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 SLURM = '''

@@ -228,7 +228,7 @@ def test_a_model_is_built_sharded_and_gathered_without_being_whole_anywhere(tmp_
         return built, sum(parameter.double().sum().item() for parameter in model.parameters())
 
     ((whole, expected),) = run(alone, 1, group=False)
-    assert whole >= 120
+    assert whole >= 96  # 128 MiB, less what this process had freed before
     for built, saved, loaded, total in run(work):
         assert built <= 64 + 36  # its half, and a layer at a time
         assert saved <= 64 and loaded <= 64
