@@ -55,7 +55,7 @@ __all__ = [
 Data = TypeVar("Data")
 _SIZES = 15  # leaves whose sizes fit into the one header; more take a second collective
 _HEADER = 8 * (1 + _SIZES)  # bytes: a signature and sizes
-_FIRST = 2048  # bytes of the collective that comes first: its header, and leaves that are so small
+_FIRST = 1024  # bytes of the collective that comes first: its header, and leaves that are so small
 _PACKED = 1 << 22  # bytes: leaves smaller than this in all travel as one
 
 
@@ -79,9 +79,8 @@ def _gather(tensor: Any, world: World) -> Any:
     kinds = [(path, _kind(leaf), leaf.shape) for path, leaf in leaves]
     rows = [_with_rows(leaf) for _, leaf in leaves]
     if _fits(rows):  # what is compared and what is gathered travel together
-        everyones = _compared(world, kinds, payload=_pack(rows) if rows else None)
-        parts = [_unpack(one[_HEADER:], rows) for one in everyones]
-        return _rebuild(tensor, [torch.cat(pair) for pair in zip(*parts, strict=True)])
+        everyones = torch.stack(_compared(world, kinds, payload=_pack(rows) if rows else None))
+        return _rebuild(tensor, _unpack_all(everyones[:, _HEADER:], rows))
     _agree_on(world, kinds)
     return _rebuild(tensor, _join(world, rows))
 
@@ -228,7 +227,8 @@ def _compared(
     if payload is not None:
         buffer[_HEADER : _HEADER + payload.numel()] = payload
     everyones = world.all_gather(buffer)
-    if len({int(_numbers(one)[0]) for one in everyones}) > 1:
+    mine = buffer[:8]
+    if not all(torch.equal(one[:8], mine) for one in everyones):
         raise_unequal(world.gather_object(", ".join(map(_described, kinds)) or "nothing"))
     return everyones
 
@@ -279,6 +279,16 @@ def _unpack(buffer: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     found, start = [], 0
     for leaf in leaves:
         found.append(buffer[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
+        start += leaf.nbytes + -leaf.nbytes % 16
+    return found
+
+
+def _unpack_all(buffers: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Each leaf of all ranks along dimension 0, from their packed bytes, a row for each rank."""
+    found, start = [], 0
+    for leaf in leaves:
+        part = buffers[:, start : start + leaf.nbytes].contiguous()
+        found.append(part.view(leaf.dtype).reshape(len(buffers) * len(leaf), *leaf.shape[1:]))
         start += leaf.nbytes + -leaf.nbytes % 16
     return found
 
