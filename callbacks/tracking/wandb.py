@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -147,9 +148,8 @@ class WandBTracker(GeneralTracker):
         if not self.run.offline:
             return range(self.run.starting_step) if self.run.resumed else ()
         if self._history is None:
-            here = Path(self.run.dir).parent
-            others = (path for path in here.parent.glob(f"*run-*-{self.run_id}") if path.resolve() != here.resolve())
-            self._history = _steps(file for folder in others for file in folder.glob("run-*.wandb"))
+            here = Path(self.run.dir).parent.resolve()
+            self._history = _steps(file for file in files(here.parent, self.run_id) if file.parent.resolve() != here)
         return self._history.get(name, ())
 
     @on_main_process
@@ -168,6 +168,11 @@ class WandBTracker(GeneralTracker):
     def finish(self) -> None:
         """End the run."""
         self.run.finish(exit_code=self._exit_code)
+
+
+def files(folder: Path, run_id: str) -> list[Path]:
+    """Return the files of a run's parts, in their order; a folder's name ends with a number if its second had one."""
+    return sorted(folder.glob(f"*run-*/run-{glob.escape(run_id)}.wandb"))
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:

@@ -17,9 +17,9 @@ def mlflow(folder, run_id, uri):
 
 
 def wandb(folder, run_id):
-    from drivetrain.callbacks.tracking.wandb import history
+    from drivetrain.callbacks.tracking.wandb import files, history
 
-    paths = sorted((folder / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
+    paths = files(folder / "wandb", run_id)
     deadline = time.monotonic() + 60
     while not _ended(paths[-1]) and time.monotonic() < deadline:
         time.sleep(0.1)  # another process writes it

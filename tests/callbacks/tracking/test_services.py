@@ -218,11 +218,11 @@ def check_comet_ml(place, run_id, native):
 
 
 def check_wandb(place, run_id, native):
-    from drivetrain.callbacks.tracking.wandb import _records
+    from drivetrain.callbacks.tracking.wandb import _records, files
 
     assert native.id == run_id
-    (folder,) = [path for path in (place.run / "wandb").glob(f"offline-run-*-{run_id}") if list(path.rglob("digit*"))]
-    records = list(_records(next(folder.glob("*.wandb")).read_bytes()))
+    (path,) = [path for path in files(place.run / "wandb", run_id) if list(path.parent.rglob("digit*"))]
+    records = list(_records(path.read_bytes()))
     config, summary, exits = {}, {}, []
     for record in records:
         kind = record.WhichOneof("record_type")
@@ -235,7 +235,7 @@ def check_wandb(place, run_id, native):
     assert {name: config[name] for name in session.CONFIG} == session.CONFIG and config["more"] == [1, "two"]
     assert config["provenance"]["git"]["commit"] == "abc"
     assert exits == [1] and summary["error"] == "ValueError: no"
-    media = folder / "files" / "media"
+    media = path.parent / "files" / "media"
     assert_red(next((media / "images").glob("digit*.png")))
     assert_blue(next((media / "images").glob("figure*.png")))
     assert next((media / "audio").glob("sound*.wav")).stat().st_size == 44 + 2 * 800
@@ -247,6 +247,18 @@ def check_wandb(place, run_id, native):
     artifacts = [r.request.log_artifact.artifact for r in records if r.request.WhichOneof("request_type") == "log_artifact"]
     artifacts += [r.artifact for r in records if r.WhichOneof("record_type") == "artifact"]
     assert {(one.name, one.type) for one in artifacts} >= {("notes.txt", "file"), (f"model-{run_id}", "model")}
+
+
+def test_parts_of_a_wandb_run_that_began_within_one_second(tmp_path):
+    from drivetrain.callbacks.tracking.wandb import files
+
+    names = ("offline-run-20261130_151745-abc-1/run-abc", "offline-run-20261130_151745-abc/run-abc")
+    for name in (*names, "offline-run-20261130_151745-abc-2/run-abc-2", "offline-run-20261130_151745-xabc/run-xabc"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.wandb").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in files(tmp_path, "abc")] == [
+        f"{name}.wandb" for name in reversed(names)
+    ]
 
 
 def check_trackio(place, run_id, native):
