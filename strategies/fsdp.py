@@ -52,6 +52,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
     name = "fsdp"
     version = 2
     equal_forwards = True
+    inference_mode = False  # a tensor that weights are first gathered into there could never be trained with
 
     def __init__(
         self,

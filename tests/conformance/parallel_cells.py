@@ -221,11 +221,11 @@ def train(
 ) -> dict[str, Any]:
     """Trains for so many steps with a global batch of `batch` samples; returns losses, norms, metrics and weights."""
     data, module, recorder = data or Tokens(), module or Language(), Recorder()
-    options = {"callbacks": [], "enable_checkpointing": False, **options}
+    options = {"callbacks": [], "enable_checkpointing": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(
         accelerator=accelerator, strategy=strategy, precision=precision, seed=5, max_steps=steps,
-        accumulate_grad_batches=accumulate, log_every_n_steps=1, gradient_clip_val=1.0, num_sanity_val_steps=0,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=1,
+        accumulate_grad_batches=accumulate, log_every_n_steps=1, gradient_clip_val=1.0, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=1,
         **{**options, "callbacks": [recorder, *options["callbacks"]]},
     )  # fmt: skip
     share = batch // trainer.accelerator.strategy.data_world.size
@@ -280,6 +280,9 @@ def _ring() -> Any:
 _PLAIN: dict[str, Any] = {"inference_mode": False}
 CELLS: dict[str, tuple[int, Callable[[], Any], type[TrainModule], dict[str, Any]]] = {
     "single": (1, lambda: "auto", Language, {}),
+    "fsdp": (2, lambda: "fsdp", Language, {}),
+    "fsdp1": (2, lambda: "fsdp1", Language, {}),
+    "hsdp": (4, lambda: "hsdp", Language, {}),
     "tp": (2, _divided(PLAN), Language, _PLAIN),
     "tp+sequence": (2, _divided(SEQUENCE_PLAN), Language, _PLAIN),
     "dp+tp": (4, _config(dp_replicate_size=2, tp_size=2), Language, _PLAIN),
@@ -304,7 +307,7 @@ CELLS: dict[str, tuple[int, Callable[[], Any], type[TrainModule], dict[str, Any]
 def cell(name: str, **options: Any) -> dict[str, Any]:
     """Trains under the strategy of a name; returns what the first rank has, after a look that all agree."""
     ranks, make, module, more = CELLS[name]
-    found = run(lambda rank: train(make(), module=module(), **more, **options), ranks, group=ranks > 1, timeout=110)
+    found = run(lambda rank: train(make(), module=module(), **more, **options), ranks, group=ranks > 1, timeout=240)
     for other in found[1:]:
         assert other["losses"] == found[0]["losses"] and other["norms"] == found[0]["norms"]
         assert other["metrics"] == found[0]["metrics"]
@@ -313,7 +316,7 @@ def cell(name: str, **options: Any) -> dict[str, Any]:
 
 @functools.cache
 def _reference(kind: type[TrainModule], options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    (found,) = run(lambda rank: train(module=kind(), **dict(options)), 1, group=False, timeout=110)
+    (found,) = run(lambda rank: train(module=kind(), **dict(options)), 1, group=False, timeout=240)
     return found
 
 
