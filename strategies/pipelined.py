@@ -162,7 +162,7 @@ class Pipeline:
         held.factor = found["factor"]
         self.pending = held
         loss = torch.tensor(found["loss"], dtype=found["dtype"], device=self.world.device)
-        loss = _Deferred.apply(loss.requires_grad_(), held)
+        loss = Deferred.apply(loss.requires_grad_(), held)
         return loss if found["weight"] is None else {"loss": loss, "weight": found["weight"]}
 
     def _captured(self, job: _Job) -> tuple[Any, Any]:
@@ -316,7 +316,7 @@ class _Gradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
-class _Deferred(torch.autograd.Function):
+class Deferred(torch.autograd.Function):
     """The loss of a batch whose gradients are there already: its backward scales them."""
 
     @staticmethod
