@@ -17,6 +17,7 @@ import gc
 import importlib
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -51,7 +52,7 @@ class RankFailed(Exception):
         self.details = details
 
 
-def run(function: Callable[..., Any], ranks: int = 2, *args: Any, timeout: float = 60, group: bool = True,
+def run(function: Callable[..., Any], ranks: int = 2, *args: Any, timeout: float = 200, group: bool = True,
         group_timeout: float | None = None, patience: float = 0.0) -> list[Any]:
     """Call `function(rank, *args)` on `ranks` forked gloo ranks and return what they returned, in rank order.
 
@@ -76,14 +77,14 @@ def run(function: Callable[..., Any], ranks: int = 2, *args: Any, timeout: float
             job.kill()
 
 
-def torchrun(script: str | Path, *args: Any, ranks: int = 2, timeout: float = 110,
+def torchrun(script: str | Path, *args: Any, ranks: int = 2, timeout: float = 240,
              env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Start `script` under torchrun with `ranks` processes; returns its exit code and what it wrote (text)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
     return execute(command + [str(arg) for arg in args], timeout=timeout, env=env)
 
 
-def execute(command: list[str], *, timeout: float = 110, env: dict[str, str] | None = None,
+def execute(command: list[str], *, timeout: float = 240, env: dict[str, str] | None = None,
             cwd: str | Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command in a session of its own, end the whole session at the timeout, return code and output."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -100,10 +101,12 @@ def execute(command: list[str], *, timeout: float = 110, env: dict[str, str] | N
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens on now, and that no connection is given by itself in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # below those that Linux gives to connections
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass

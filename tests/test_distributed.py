@@ -74,8 +74,8 @@ def test_a_rank_that_hangs_is_reported_with_the_place():
         if rank == 1:
             time.sleep(100)
 
-    with pytest.raises(RankFailed, match="Rank 1 of 2 did not return within 1 s") as caught:
-        run(sleeps_for_long, timeout=1)
+    with pytest.raises(RankFailed, match="Rank 1 of 2 did not return within 6 s") as caught:
+        run(sleeps_for_long, timeout=6)
     assert "in sleeps_for_long" in str(caught.value)
 
 
@@ -133,10 +133,10 @@ def train(rank=0):
 torch.set_num_threads(2)
 alone = train()
 for _ in range(3):
-    assert all(abs(norm - 2 * alone) < 1e-4 * alone for norm in run(train, timeout=30)), alone
+    assert all(abs(norm - 2 * alone) < 1e-4 * alone for norm in run(train, timeout=120)), alone
 print("well")
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110,
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240,
                             env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert result.stdout.strip() == "well", result.stdout + result.stderr
 
@@ -163,12 +163,12 @@ def test_torchrun_starts_real_ranks(tmp_path):
 def test_execute_ends_what_a_command_left_behind(tmp_path):
     note = tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
-        execute(["sh", "-c", f"sleep 100 & echo $! > {note}; wait"], timeout=1)
+        execute(["sh", "-c", f"sleep 100 & echo $! > {note}; wait"], timeout=5)
     _expect_gone(int(note.read_text()))
 
 
 def _expect_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         state = Path(f"/proc/{pid}/stat")
         if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":

@@ -93,7 +93,7 @@ def test_trains_as_a_plain_loop_does(ranks, accumulated, tmp_path):
         logged = [float(row["loss"]) for row in trainer.state.log_history if "loss" in row]
         assert logged == pytest.approx(losses, rel=1e-3)
 
-    run(rank, ranks, timeout=110)
+    run(rank, ranks, timeout=240)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -110,7 +110,7 @@ def test_evaluates_each_sequence_once(ranks, tmp_path):
         torch.testing.assert_close(torch.tensor(found.predictions), logits)
         assert metrics["eval_loss"] == pytest.approx(found.metrics["test_loss"])
 
-    run(rank, ranks, timeout=110)
+    run(rank, ranks, timeout=240)
 
 
 def test_resumes_bit_for_bit(tmp_path):
@@ -126,4 +126,4 @@ def test_resumes_bit_for_bit(tmp_path):
         for name, value in weights(second.model).items():
             assert torch.equal(value, weights(whole.model)[name]), name
 
-    run(rank, 1, timeout=110)
+    run(rank, 1, timeout=240)

@@ -50,14 +50,16 @@ def test_where_the_time_goes(tmp_path):
     trainer = quiet(callbacks=callbacks, max_epochs=2)
     trainer.fit(Working([1.0, 1.0]), torch.utils.data.DataLoader(Sleeping(10)), loader(2))
     found = sections(tmp_path / "profile-simple.txt")
-    order = list(found)
-    assert order[:3] == ["training_step", "SleepingCallback (callback)", "waiting for data"]
-    assert {"backward", "optimizer", "validation", "checkpoint", "logging", "hooks of the module", "other"} <= set(order)
+    largest_first = [seconds for name, (seconds, _) in found.items() if name != "total"]
+    assert largest_first == sorted(largest_first, reverse=True)
+    assert {"backward", "optimizer", "validation", "checkpoint", "logging", "hooks of the module", "other"} <= set(found)
     assert round(sum(share for name, (_, share) in found.items() if name != "total"), 6) == 100.0
     assert found["total"][1] == 100.0
     parts = sum(seconds for name, (seconds, _) in found.items() if name != "total")
     assert parts == pytest.approx(found["total"][0], abs=0.01)
-    assert found["training_step"][0] >= 0.8 and found["waiting for data"][0] >= 0.2
+    slept = {"training_step": 0.8, "SleepingCallback (callback)": 0.4, "waiting for data": 0.2, "hooks of the module": 0.02}
+    for name, seconds in slept.items():  # and the parts make the whole: what one has, no other has
+        assert found[name][0] >= seconds - 0.001, (name, found)
 
 
 def test_goes_to_the_runs_folder_and_is_printed(capfd):

@@ -127,8 +127,8 @@ def test_redraws_at_most_ten_times_a_second():
     output = on_terminal(fit(train=1500, val=300))
     elapsed = float(re.search(r"ELAPSED ([\d.]+)", output)[1])
     bars = 1 + 1 + 2 * 2  # training, sanity check, two validations: opened, ended, drawn at epochs' ends
-    assert output.count("\r") - output.count("\r\n") <= 10 * elapsed * 2 + 12 * bars
-    assert output.count("it/s") < 300
+    most = 10 * elapsed * 2 + 12 * bars
+    assert output.count("\r") - output.count("\r\n") <= most and output.count("it/s") <= most
 
 
 def test_prints_do_not_break_lines():
@@ -209,19 +209,24 @@ def lines_of(progress, model=None, train=None, **options):
 
 
 def test_L4_a_sign_of_life_while_a_batch_takes_long():
+    progress = Progress(line_seconds=0.1)
+
     class Slow(Line):
         def training_step(self, batch, batch_idx):
-            time.sleep(1.0 if batch_idx == 1 else 0.0)
+            while batch_idx == 1 and progress.stream.getvalue().count("no batch has ended") < 3:
+                time.sleep(0.05)
             return super().training_step(batch, batch_idx)
 
-    lines, _ = lines_of(Progress(line_seconds=0.1), Slow([1.0]))
-    assert sum(line.startswith("Epoch 1/1: no batch has ended for 0 s. Last: ") for line in lines) >= 3
+    lines, _ = lines_of(progress, Slow([1.0]))
+    assert sum(bool(re.match(r"Epoch 1/1: no batch has ended for \d+ s. Last: ", line)) for line in lines) >= 3
 
 
 def test_no_thread_is_left():
     lines_of(Progress(line_seconds=0.05))
-    time.sleep(0.3)
-    assert not [thread for thread in threading.enumerate() if thread.name == "drivetrain-progress"]
+    left = [thread for thread in threading.enumerate() if thread.name == "drivetrain-progress"]
+    for thread in left:  # one may be about to end
+        thread.join(60)
+    assert not [thread for thread in left if thread.is_alive()]
 
 
 def test_lines_at_the_ends_of_epochs_do_not_flood():

@@ -281,7 +281,7 @@ def test_D2_a_rank_that_hangs_is_named_and_the_run_ends(stall, bad, tmp_path, im
     ENDED.append(f"one rank {stall}")
 
     def fit():
-        run = trainer(tmp_path, callbacks=[Watchdog(2), Written(tmp_path)])
+        run = trainer(tmp_path, callbacks=[Watchdog(5), Written(tmp_path)])
         at_third = lambda module, index: STALLS[stall](module, index) if index == 2 else None  # noqa: E731
         run.fit(Falling(at_third if run.global_rank == bad else OTHERS["works"]), loader(ranks=2))
 
@@ -291,7 +291,7 @@ def test_D2_a_rank_that_hangs_is_named_and_the_run_ends(stall, bad, tmp_path, im
     assert 1 - bad in heard and (bad in heard) is (stall != "is deaf")
     output = capfd.readouterr().err
     for rank in (0, 1):
-        assert f"Rank {rank} of 2 has ended no step for 2 s: stage train, epoch 0, batch 2, step 2, in " in output
+        assert f"Rank {rank} of 2 has ended no step for 5 s: stage train, epoch 0, batch 2, step 2, in " in output
 
 
 def test_scenarios_are_many():
@@ -300,12 +300,12 @@ def test_scenarios_are_many():
 
 
 def test_a_watchdog_may_only_tell(tmp_path, capfd):
-    module = Falling(lambda module, index: time.sleep(1.5) if index == 2 else None)
-    trainer(tmp_path, callbacks=[Watchdog(0.3, stop=False)]).fit(module, loader())
+    module = Falling(lambda module, index: time.sleep(4.5) if index == 2 else None)
+    trainer(tmp_path, callbacks=[Watchdog(1, stop=False)]).fit(module, loader())
     assert len(module.seen) == 12
     output = capfd.readouterr().err
-    assert output.count("Rank 0 of 1 has ended no step for 0.3 s: stage train, epoch 0, batch 2, step 2, in ") == 1
-    assert "time.sleep(1.5)" in output
+    assert output.count("Rank 0 of 1 has ended no step for 1 s: stage train, epoch 0, batch 2, step 2, in ") == 1
+    assert "time.sleep(4.5)" in output
 
 
 def test_a_watchdog_leaves_a_run_that_goes_on_alone(tmp_path, capfd):

@@ -61,5 +61,5 @@ def test_a_checkout_named_like_the_package(tmp_path, checkout, archives):
     import sys
 
     done = subprocess.run([sys.executable, "-S", "-c", "import drivetrain; print(drivetrain.__file__)"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+                          cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == str(from_checkout / "__init__.py")

@@ -47,7 +47,7 @@ def test_names_have_their_types(installed, tmp_path):
     (tmp_path / "mypy.ini").write_text(CONFIG)
     python = str(installed.folder / "bin" / "python")
     done = subprocess.run([sys.executable, "-m", "mypy", "--python-executable", python, "script.py"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=110)  # fmt: skip
+                          capture_output=True, text=True, timeout=240)  # fmt: skip
     revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
     assert [name.removeprefix("script.") for name in revealed[:4]] == ["Net", "Step", "Loader", "Net"], done.stdout
     assert "drivetrain.trainer.trainer.Trainer" in revealed[4]
@@ -91,7 +91,7 @@ def test_the_accelerators_interface_is_strict(tmp_path):
     (tmp_path / "drivetrain").symlink_to(ROOT)
     files = [f"drivetrain/{name}" for name in INTERFACE]
     done = subprocess.run([sys.executable, "-m", "mypy", *files], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=110)  # fmt: skip
+                          timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stdout
 
 
@@ -116,7 +116,7 @@ def test_scripts_are_checked(tmp_path):
     (tmp_path / "mypy.ini").write_text(STRICT)
     (tmp_path / "drivetrain").symlink_to(ROOT)
     done = subprocess.run([sys.executable, "-m", "mypy", "script.py"], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=110)  # fmt: skip
+                          timeout=240)  # fmt: skip
     revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
     assert [name.removeprefix("builtins.") for name in revealed[:4]] == ["int", "bool", "str", "bool"], done.stdout
     assert revealed[4].endswith("messages.MultiProcessAdapter")

@@ -31,7 +31,7 @@ def test_what_this_machine_has():
 
 def test_looking_imports_nothing():
     code = "import sys, drivetrain; drivetrain.is_transformers_available(); print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "False", done.stderr
 
 

@@ -266,6 +266,6 @@ saves.save("ck", lambda writer: writer.state("training", torch.ones(5)), metadat
            then=lambda: print("durable"))
 print("the end")
 """
-    done = execute([sys.executable, "-c", code], timeout=60, cwd=Path.cwd())
+    done = execute([sys.executable, "-c", code], timeout=240, cwd=Path.cwd())
     assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["the end", "durable"]), done.stderr
     assert complete("ck")

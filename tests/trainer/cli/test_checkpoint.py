@@ -230,7 +230,7 @@ def test_wrong_usage_is_status_2_and_help_needs_no_torch():
         main(["checkpoint", "mend", "x"])
     assert wrong.value.code == 2
     script = "import sys; sys.modules['torch'] = None; from drivetrain.trainer.cli.main import main; main(['checkpoint', '--help'])"
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert shown.returncode == 0 and "inspect" in shown.stdout, shown.stderr
 
 

@@ -106,7 +106,7 @@ def test_answers_may_be_piped_and_wrong_ones_are_asked_for_again(home):
     import sys
 
     done = subprocess.run([sys.executable, "-m", "drivetrain", "config", "--config_file", "mine.yaml"], cwd=home.path, text=True,
-                          input="\nMULTI_CPUS\nMULTI_CPU\n", capture_output=True, timeout=60)  # fmt: skip
+                          input="\nMULTI_CPUS\nMULTI_CPU\n", capture_output=True, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Received: 'MULTI_CPUS' (answer). Did you mean MULTI_CPU?" in done.stdout
     assert "drivetrain launch --config_file mine.yaml script.py" in done.stdout
