@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes), each with one number for each dimension of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What this process holds of a tensor: some boxes of its elements, none of them twice, and a view of each."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...] = ()
+    views: tuple[Tensor, ...] = ()
+
+
+def boxes_between(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Returns the boxes that elements number `start` to `stop` of a tensor make up, rows first, in their order."""
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (stop - start,))] if shape else [((), ())]
+    row, zeros = math.prod(shape[1:]), (0,) * (len(shape) - 1)
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _in_row(shape, first, head, tail)
+    found = _in_row(shape, first, head, row) if head else []
+    first += bool(head)
+    if last > first:
+        found.append(((first, *zeros), (last - first, *shape[1:])))
+    return found + _in_row(shape, last, 0, tail)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_between(shape[1:], start, stop)]
 
 
 def is_shared_out(tensor: Any) -> bool:

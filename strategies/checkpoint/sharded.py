@@ -21,7 +21,7 @@ from torch import Tensor
 from . import manifest
 from .files import CheckpointError, HashingReader
 from .format import Checkpoint
-from .pieces import Box, is_shared_out, overlap, rectangle, within
+from .pieces import Box, Pieces, is_shared_out, overlap, rectangle, within
 from .state import decode, encode
 from .tensor_file import ALIASES, COMPLEX, Entry, read_header, unstorable
 
@@ -107,7 +107,7 @@ class Parts:
         return self._files[file]
 
 
-def save_sharded(writer: Any, tensors: Mapping[str, Tensor], *, stem: str) -> None:
+def save_sharded(writer: Any, tensors: Mapping[str, Tensor | Pieces], *, stem: str) -> None:
     """Write tensors of which each rank of the writer holds a part, or which it alone has; every rank has to call this.
 
     Parts that several ranks hold are written by one of them, in turn; of whole tensors that of the first rank that has
@@ -117,9 +117,9 @@ def save_sharded(writer: Any, tensors: Mapping[str, Tensor], *, stem: str) -> No
     boxes = {name: _describe(name, tensor) for name, tensor in unique.items()}
     gathered = writer.world.gather_object((boxes, aliases))
     index = _Index(gathered, stem)
-    own = index.own(writer.world.rank)
-    if own:
-        writer.tensors(_file(stem, writer.world.rank), {name: _local(unique[name]) for name in own})
+    for number, own in enumerate(index.files.get(writer.world.rank, [])):
+        views = {name: _view(unique[name], box) for name, box in own.items()}
+        writer.tensors(_file(stem, writer.world.rank, number), views)
     if writer.world.rank == 0:
         writer.json(f"{stem}.shards.json", index.tree())
 
@@ -213,9 +213,9 @@ class _Index:
         holders: dict[tuple[str, Box], list[int]] = {}
         for rank, (boxes, aliases) in enumerate(gathered):
             self._aliases.update(aliases)
-            for name, (dtype, shape, plain, box) in boxes.items():
+            for name, (dtype, shape, plain, own) in boxes.items():
                 self._tensors.setdefault(name, (dtype, shape, plain))
-                if box is not None:
+                for box in own:
                     holders.setdefault((name, box), []).append(rank)
         for turn, ((name, box), ranks) in enumerate(holders.items()):
             first = ranks[0] if self._tensors[name][2] else ranks[turn % len(ranks)]
@@ -224,20 +224,28 @@ class _Index:
             if plain:  # whole tensors may differ between ranks: the first one counts
                 self._writers[name] = self._writers.get(name, [])[:1]
 
-    def own(self, rank: int) -> list[str]:
-        return [name for name, parts in self._writers.items() if any(writer == rank for writer, _ in parts)]
+        self.files: dict[int, list[dict[str, Box]]] = {}  # by rank; a file has one box of a tensor
+        for name, parts in self._writers.items():
+            counts: dict[int, int] = {}
+            for rank, box in parts:
+                number = counts[rank] = counts.get(rank, -1) + 1
+                files = self.files.setdefault(rank, [])
+                files.extend({} for _ in range(number + 1 - len(files)))
+                files[number][name] = box
 
     def tree(self) -> dict[str, Any]:
-        ranks = sorted({rank for parts in self._writers.values() for rank, _ in parts})
-        number = {rank: place for place, rank in enumerate(ranks)}
+        parts: dict[str, list[Any]] = {name: [] for name in self._tensors}
+        names: list[str] = []
+        for rank, files in sorted(self.files.items()):
+            for number, own in enumerate(files):
+                for name, (offsets, sizes) in own.items():
+                    parts[name].append([len(names), list(offsets), list(sizes)])
+                names.append(_file(self._stem, rank, number))
         tensors = {
-            name: {
-                "dtype": dtype, "shape": list(shape),
-                "parts": [[number[rank], list(box[0]), list(box[1])] for rank, box in self._writers.get(name, [])],
-            }
+            name: {"dtype": dtype, "shape": list(shape), "parts": parts[name]}
             for name, (dtype, shape, _) in self._tensors.items()
-        }  # fmt: skip
-        return {"tensors": tensors, "aliases": self._aliases, "files": [_file(self._stem, rank) for rank in ranks]}
+        }
+        return {"tensors": tensors, "aliases": self._aliases, "files": names}
 
 
 class _Region:
@@ -339,9 +347,9 @@ def _whole_files(directory: Path, stem: str, json_of: Any, has: Any) -> list[str
     return sorted(set(places.values()))
 
 
-def once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def once(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return each tensor under its first name, and further name → first name."""
-    unique: dict[str, Tensor] = {}
+    unique: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, tensor in tensors.items():
@@ -359,15 +367,21 @@ def _identity(tensor: Any) -> Any:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _describe(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], bool, Box | None]:
-    """(dtype, shape, whether it is whole, the box that is here or None for an empty one)."""
+def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...], bool, tuple[Box, ...]]:
+    """(dtype, shape, whether it is whole, the boxes that are here)."""
+    if isinstance(tensor, Pieces):
+        boxes = tuple(box for box in tensor.boxes if 0 not in box[1])
+        return str(tensor.dtype).removeprefix("torch."), tensor.shape, False, boxes
     problem = unstorable(_local(tensor)) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
     if problem:
         raise TypeError(f"Expected dense tensors with names. Received: {name}: {problem}.")
     box = rectangle(tensor)
-    empty = any(size == 0 for size in box[1])
     kind = str(tensor.dtype).removeprefix("torch.")
-    return kind, tuple(tensor.shape), not is_shared_out(tensor), None if empty else box
+    return kind, tuple(tensor.shape), not is_shared_out(tensor), () if 0 in box[1] else (box,)
+
+
+def _view(tensor: Any, box: Box) -> Tensor:
+    return tensor.views[tensor.boxes.index(box)].detach() if isinstance(tensor, Pieces) else _local(tensor)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -375,8 +389,9 @@ def _local(tensor: Any) -> Tensor:
     return local.detach()
 
 
-def _file(stem: str, rank: int) -> str:
-    return f"{stem}.shard-{rank:05d}.safetensors"
+def _file(stem: str, rank: int, number: int) -> str:
+    """The file of a rank; further ones hold the further boxes that it has of the same tensors."""
+    return f"{stem}.shard-{rank:05d}{f'-{number}' if number else ''}.safetensors"
 
 
 def _joined(trees: list[Any]) -> Any:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .files import CheckpointError
+from .pieces import Pieces
 from .tensor_file import unstorable
 
 MAX_DEPTH = 200
@@ -40,7 +41,7 @@ def encode(value: Any, path: str = "state", *, sharded: bool = False) -> tuple[A
     become plain), set, frozenset, None, bool, int, float, complex, str, bytes, numpy scalars and arrays, torch tensors
     (without graph), dtype, device, Size, pathlib paths, datetime, date, time, timedelta. Enum members that are text or
     integers become these. One tensor in two places stays one. `path` is what the state is called in names and errors.
-    With `sharded`, DTensors too: who writes them has to know what to do with them.
+    With `sharded`, DTensors and Pieces too: who writes them has to know what to do with them.
     Raises TypeError for anything else, naming the object and its path: "hparams.loss: a Linear".
     """
     encoder = _Encoder(path, sharded)
@@ -126,6 +127,11 @@ class _Encoder:
             self._refuse(value, f"is {problem}")
         return {"$tensor": self._store(value, value.detach())}
 
+    def _pieces(self, value: Any) -> Any:
+        if not self._sharded:
+            self._refuse(value, "is a part of a tensor")
+        return {"$tensor": self._store(value, value)}
+
     def _array(self, value: np.ndarray) -> Any:
         plain = type(value) in (np.ndarray, np.memmap) and value.dtype.itemsize
         if not plain or value.dtype.hasobject or value.dtype.names:
@@ -179,7 +185,7 @@ class _Encoder:
 
     def _refuse(self, value: Any, why: str = "") -> NoReturn:
         hint = f" It {why}." if why else " Leave it out, or save its settings or its state_dict() instead."
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not why:
             hint = " Save dataclasses.asdict() of it instead."
         elif isinstance(value, enum.Enum):
             hint = " Save its name or value instead."
@@ -275,6 +281,7 @@ def _float(text: str) -> float:
 _TIMES = (datetime.datetime, datetime.date, datetime.time)  # a datetime is a date as well
 _LEAVES: tuple[tuple[Any, Callable[[_Encoder, Any], Any]], ...] = (
     (Tensor, _Encoder._tensor),
+    (Pieces, _Encoder._pieces),
     (np.ndarray, _Encoder._array),
     (np.generic, _Encoder._scalar),
     ((str, int, float), _Encoder._number_or_text),

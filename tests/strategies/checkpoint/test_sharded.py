@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 from drivetrain import Accelerator, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from drivetrain.strategies.checkpoint import Checkpoint, CheckpointError, Writer
+from drivetrain.strategies.checkpoint.pieces import Pieces, boxes_between, within
+from drivetrain.strategies.checkpoint.references import open_state
 from drivetrain.strategies.checkpoint.sharded import load_sharded_state, open_parts, save_sharded, save_sharded_state
 from drivetrain.strategies.fsdp import FSDPStrategy
 from drivetrain.strategies import world as worlds
@@ -185,3 +188,45 @@ def test_accelerates_functions_save_and_load_models_and_optimizers(tmp_path):
         return all(torch.equal(found[name], expected[name]) for name in expected)
 
     assert run(work) == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 1), (2, 1, 3)])
+def test_a_run_of_elements_is_boxes_in_their_order(shape):
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    for start in range(numbers.numel() + 1):
+        for stop in range(start, numbers.numel() + 1):
+            boxes = boxes_between(shape, start, stop)
+            found = [numbers[within(box, (0,) * len(shape))].flatten().tolist() for box in boxes]
+            assert sum(found, []) == list(range(start, stop)) and len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def save_runs(rank, folder):
+    """Each of three ranks holds a run of elements, as boxes; the second also has one of the third's."""
+    first, last = [(0, 17), (17, 41), (41, 60)][rank]
+    boxes = boxes_between((5, 12), first, last) + ([((4, 0), (1, 12))] if rank == 1 else [])
+    views = [WHOLE[within(box, (0, 0))] for box in boxes]
+    pieces = Pieces((5, 12), torch.float32, tuple(boxes), tuple(views))
+    own = {"state": {"rows": {"exp_avg": pieces, "step": torch.tensor(3.0)}}, "params": ["rows"]}
+    with Writer(folder, world=worlds.current()) as writer:
+        save_sharded(writer, {"rows": pieces, "none": Pieces((2, 2), torch.int8)}, stem="model")
+        save_sharded_state(writer, "optimizer-0", own)
+        writer.commit({"step": 1})
+
+
+def test_a_rank_may_hold_several_boxes_of_a_tensor(tmp_path):
+    run(save_runs, 3, tmp_path / "c")
+    checkpoint = Checkpoint.open(tmp_path / "c")
+    index = json.loads((tmp_path / "c" / "model.shards.json").read_text())
+    assert "model.shard-00001-1.safetensors" in index["files"] and len(index["tensors"]["rows"]["parts"]) == 7
+    assert torch.equal(open_parts(checkpoint).read("rows"), WHOLE)
+    state = open_state(checkpoint, "optimizer-0")
+    reference = state["state"]["rows"]["exp_avg"]
+    assert reference.shape == (5, 12) and torch.equal(reference.read(((1, 3), (3, 2))), WHOLE[1:4, 3:5])
+    assert float(state["state"]["rows"]["step"].read()) == 3.0 and state["params"] == ["rows"]
+    assert torch.equal(load_sharded_state(checkpoint, "optimizer-0", {})["state"]["rows"]["exp_avg"], WHOLE)
+
+
+def test_boxes_belong_in_sharded_state_alone(tmp_path):
+    with pytest.raises(TypeError, match=r"optimizer-0\.rows: a Pieces\. It is a part of a tensor"):
+        with Writer(tmp_path / "c") as writer:
+            writer.state("optimizer-0", {"rows": Pieces((2,), torch.float32)})
