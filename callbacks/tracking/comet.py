@@ -199,7 +199,7 @@ class CometMLTracker(GeneralTracker):
 
 def messages(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yield what the archives of an experiment in a folder hold; an archive that is not whole is left out."""
-    for path in sorted(folder.glob(f"{key}*.zip")):
+    for path in sorted({*folder.glob(f"{key}.zip"), *folder.glob(f"{key}-*.zip")}):
         try:
             with zipfile.ZipFile(path) as archive, archive.open("messages.json") as file:
                 yield from (json.loads(line) for line in file if line.strip())

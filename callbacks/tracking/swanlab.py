@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import shutil
@@ -151,9 +152,8 @@ class SwanLabTracker(GeneralTracker):
         if self._before is None:
             self._before = {}
             here = Path(self.run.dir).resolve()
-            others = [folder for folder in here.parent.glob(f"*{self.run_id}*") if folder != here]
-            found = (path for folder in others for path in folder.glob("*.swanlab"))
-            for key, step in (value for path in found for value in steps(path)):
+            earlier = (path for path in files(here.parent, self.run_id) if path.parent.resolve() != here)
+            for key, step in (value for path in earlier for value in steps(path)):
                 self._before.setdefault(key, set()).add(step)
         return self._before.get(name, ())
 
@@ -178,6 +178,11 @@ class SwanLabTracker(GeneralTracker):
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, place)
         self.run.save(str(place), base_path=str(Path(self.run.dir) / "saved"), policy="now")
+
+
+def files(folder: Path, run_id: str) -> list[Path]:
+    """Return the files of a run's parts, in their order: each is in a folder whose name begins with its second."""
+    return sorted(folder.glob(f"*run-*/run-{glob.escape(run_id)}.swanlab"))
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:

@@ -201,8 +201,8 @@ def _simple(value: Any) -> float | int | str | bool:
 def _wait_for_a_later_name(folder: Path) -> None:
     """Let the second pass in which the newest file was made: readers order files by name, which begins with it."""
     newest = max(path.name.split(".")[3] for path in folder.glob(_FILES))
-    if newest.isdigit() and 0 <= int(newest) - int(time.time()) <= 1:
-        time.sleep(int(newest) + 1 - time.time())
+    while newest.isdigit() and int(newest) - 1 <= time.time() < int(newest) + 1:
+        time.sleep(max(0.001, int(newest) + 1 - time.time()))  # which may wake a moment too early by this clock
 
 
 def _tags(folder: Path, step: int) -> set[str]:

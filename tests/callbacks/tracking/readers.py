@@ -69,10 +69,10 @@ def dvclive(folder, run_id):
 
 
 def swanlab(folder, run_id):
-    from drivetrain.callbacks.tracking.swanlab import records
+    from drivetrain.callbacks.tracking.swanlab import files, records
 
     found = []
-    for path in sorted((folder / "swanlog").glob(f"run-*{run_id}/*.swanlab")):
+    for path in files(folder / "swanlog", run_id):
         found += [record["scalar"] for record in records(path) if "scalar" in record]
     return _by_name((int(one.get("step", 0)), {one["key"]: one.get("value", {}).get("number", 0.0)}) for one in found)
 

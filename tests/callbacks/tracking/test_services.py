@@ -111,6 +111,20 @@ def test_L3_L6_a_killed_run_goes_on_and_all_is_read_back(place, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", NAMES, indirect=True)
+def test_L3_parts_of_a_run_that_follow_at_once_have_every_row_once(place):
+    """Names that packages make of the second in which a part begins may be the same, or have a number behind them."""
+    again = {}
+    for step in (1, 2, 3):
+        trackers = place.start(**again)
+        trackers[0].log({"loss": (step - 1) / 8}, step=step - 1)  # what the part before has logged already
+        trackers[0].log({"loss": step / 8}, step=step)
+        finish_trackers(trackers)
+        again = {"resume_step": step, "run_ids": {place.name: trackers[0].wrapped.run_id}, "goes_on": True}
+    assert sorted(place.rows(trackers[0].wrapped.run_id)["loss"]) == [(step, step / 8) for step in range(4)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", NAMES, indirect=True)
 def test_a_preempted_run_says_so(place):
     trackers = place.start()
     trackers[0].log({"loss": 0.5}, step=1)
