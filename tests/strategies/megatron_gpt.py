@@ -83,3 +83,33 @@ def _parts(state: Any) -> Any:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     return [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+
+
+class Batch:
+    """A micro-batch of tokens for the tiny GPT."""
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        self.inputs = inputs(batch)
+
+    def run(self, chunk: Any) -> Any:
+        return chunk(**self.inputs)
+
+    def loss(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return output.float().sum(), torch.tensor(float(output.numel()))
+
+
+class Tiny:
+    """The tiny GPT as an engine builds it, with weights that depend on their place alone."""
+
+    num_layers = LAYERS
+
+    def config(self, **engine: Any) -> Any:
+        return config(**engine)
+
+    def build(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+        chunk = gpt(config, pre_process, post_process, vp_stage)
+        fill(chunk)
+        return chunk
+
+    def batch(self, data: torch.Tensor) -> Batch:
+        return Batch(data)
