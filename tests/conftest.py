@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; children inherit it
+
+
+def pytest_configure():
+    """A suite that was started in the background or by nohup ignores signals, and so would all that it starts."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
