@@ -23,7 +23,7 @@ _MODULES = {
     "FSDPStrategy": "fsdp", "FSDP1Strategy": "fsdp1", "DeepSpeedStrategy": "deepspeed",
     "TensorParallelStrategy": "parallel",
     "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel", "PipelineStrategy": "pipeline",
-    "ExpertParallelStrategy": "parallel",
+    "ExpertParallelStrategy": "parallel", "MegatronStrategy": "megatron",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 _WORDS = {
@@ -32,14 +32,16 @@ _WORDS = {
     "sp": "SequenceParallelStrategy", "ulysses": "SequenceParallelStrategy",
     "pp": "PipelineStrategy", "pipeline": "PipelineStrategy",
     "ep": "ExpertParallelStrategy", "expert_parallel": "ExpertParallelStrategy",
+    "megatron": "MegatronStrategy",
 }  # fmt: skip
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
-_LATER = ("xla", "megatron")
+_LATER = ("xla",)
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
 _LAUNCHED: dict[str, tuple[str, str]] = {
     "USE_FSDP": ("fsdp_plugin", "FullyShardedDataParallelPlugin"),
     "USE_PARALLELISM_CONFIG": ("mesh", "ParallelismConfig"),
     "USE_DEEPSPEED": ("deepspeed_plugin", "DeepSpeedPlugin"),
+    "USE_MEGATRON_LM": ("megatron_plugin", "MegatronLMPlugin"),
 }
 
 
