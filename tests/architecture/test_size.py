@@ -13,7 +13,7 @@ OTHERS = 450
 
 # Lines of a file, docstrings included. Raise a number only together with its reason, in the same commit.
 BUDGETS = {
-    "__init__.py": 680,  # lists every public name twice: in the table and for editors
+    "__init__.py": 740,  # lists every public name twice: in the table and for editors
     "strategies/base.py": 395,  # the mesh of a strategy, ranks that share data or losses, optimizer state, windows
     "strategies/world.py": 330,  # private groups, for saves in the background, and a short way for bytes
     "strategies/mesh.py": 300,  # also what Accelerate asks a ParallelismConfig for
