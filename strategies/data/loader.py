@@ -21,7 +21,7 @@ from ..nested import send_to_device
 from ..random import derive, run_seed
 from ..settings import DataLoaderConfiguration
 from ..world import World
-from .division import Division
+from .division import Division, Pairs
 from .fetch import MapData
 from .position import Position, SkippedLoader, skip_first_batches
 from .samplers import NOTHING, Share
@@ -64,8 +64,9 @@ class DataLoaderShard(DataLoader[Any]):
     epoch, `batches`: how many are left, `remainder`: real samples of a short last global batch, else -1; each None
     where it cannot be known. Settable: `lockstep` (True: a rank without samples in the last global batch repeats one
     with weight 0; False: it gets no batch), `limit` (this rank's batches of an epoch, if it is to end before its data
-    do), `transfer` (replaces the move to the device), `divide` (cuts this rank's part out of a batch that several ranks
-    share, and tells its share in a mean over all of them, times their number; `measure` is `samples` times that).
+    do), `transfer` (replaces the move to the device), `feed` (hands out what it is given, at most so many, read ahead
+    of their turn), `divide` (cuts this rank's part out of a batch that several ranks share, and tells its share in a
+    mean over all of them, times their number; `measure` is `samples` times that).
     """
 
     __setattr__ = object.__setattr__  # type: ignore[assignment]  # torch's own compares names on each store
@@ -92,6 +93,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.limit: int | None = None
         self.transfer: Callable[[Any], Any] | None = None
+        self.feed: Callable[[Pairs, int | None], Pairs] | None = None
         self.divide: Callable[[Any], tuple[Any, float]] | None = None
         self.measure: float | None = None
         self.move: Callable[[Any], Any] | None = None
@@ -159,7 +161,8 @@ class DataLoaderShard(DataLoader[Any]):
         if state is not None:
             state.enter(self)
         try:
-            for batch, share in self._batches(place, skip) if most != 0 else ():
+            pairs = self._batches(place, skip) if most != 0 else iter(())
+            for batch, share in self.feed(pairs, most) if self.feed is not None else pairs:
                 seen = True
                 if batch is NOTHING:
                     done += 1  # a step of the others
