@@ -86,7 +86,12 @@ class Feed:
     """Reads a loader's batches ahead and copies them to its device; what its attribute `feed` is for."""
 
     def __init__(
-        self, loader: DataLoaderShard, *, between: Callable[[], None], sharding: RowSharding | None = None, ahead: int = 2
+        self,
+        loader: DataLoaderShard,
+        *,
+        between: Callable[[], None],
+        sharding: RowSharding | None = None,
+        ahead: int = 2,
     ) -> None:
         self.loader, self.between, self.sharding, self.ahead = loader, between, sharding, ahead
         self.redraws = isinstance(loader.data, StreamData) or draws(loader.base.dataset, loader.base.collate_fn)
