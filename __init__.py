@@ -75,6 +75,19 @@ _EXPORTS: dict[str, str] = {
     "GatheredParameters": "strategies.deepspeed_access",
     "get_active_deepspeed_plugin": "strategies.deepspeed_access",
     "compile_regions_deepspeed": "strategies.deepspeed_access",
+    "MegatronLMPlugin": "strategies.megatron_plugin",
+    "MegatronStrategy": "strategies.megatron",
+    "MegatronModel": "strategies.megatron_model",
+    "MegatronEngine": "strategies.megatron_loop",
+    "MegatronLMOptimizerWrapper": "strategies.megatron_optimizer",
+    "MegatronLMSchedulerWrapper": "strategies.megatron_scheduler",
+    "MegatronLMDummyScheduler": "strategies.megatron_scheduler",
+    "AbstractTrainStep": "strategies.megatron_train_steps",
+    "GPTTrainStep": "strategies.megatron_train_steps",
+    "BertTrainStep": "strategies.megatron_train_steps",
+    "T5TrainStep": "strategies.megatron_train_steps",
+    "avg_losses_across_data_parallel_group": "strategies.megatron_loop",
+    "gather_across_data_parallel_groups": "strategies.megatron_loop",
     "DDPStrategy": "strategies.ddp",
     "FSDPStrategy": "strategies.fsdp",
     "FSDP1Strategy": "strategies.fsdp1",
@@ -328,7 +341,6 @@ _EXPORTS: dict[str, str] = {
     "SequenceParallelStrategy": "strategies.parallel",
     "PipelineStrategy": "strategies.pipeline",
     "ExpertParallelStrategy": "strategies.parallel",
-    "MegatronLMPlugin": "strategies.settings",
     "AORecipeKwargs": "strategies.fp8_recipes",
     "TERecipeKwargs": "strategies.fp8_recipes",
     "MSAMPRecipeKwargs": "strategies.fp8_recipes",
@@ -397,6 +409,19 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.deepspeed_optimizer import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
     from .strategies.deepspeed_optimizer import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
     from .strategies.deepspeed_optimizer import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+    from .strategies.megatron_plugin import MegatronLMPlugin as MegatronLMPlugin
+    from .strategies.megatron import MegatronStrategy as MegatronStrategy
+    from .strategies.megatron_model import MegatronModel as MegatronModel
+    from .strategies.megatron_loop import MegatronEngine as MegatronEngine
+    from .strategies.megatron_optimizer import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+    from .strategies.megatron_scheduler import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+    from .strategies.megatron_scheduler import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+    from .strategies.megatron_train_steps import AbstractTrainStep as AbstractTrainStep
+    from .strategies.megatron_train_steps import GPTTrainStep as GPTTrainStep
+    from .strategies.megatron_train_steps import BertTrainStep as BertTrainStep
+    from .strategies.megatron_train_steps import T5TrainStep as T5TrainStep
+    from .strategies.megatron_loop import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+    from .strategies.megatron_loop import gather_across_data_parallel_groups as gather_across_data_parallel_groups
     from .strategies.deepspeed_access import GatheredParameters as GatheredParameters
     from .strategies.deepspeed_access import get_active_deepspeed_plugin as get_active_deepspeed_plugin
     from .strategies.deepspeed_access import compile_regions_deepspeed as compile_regions_deepspeed
@@ -640,7 +665,6 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.parallel import SequenceParallelStrategy as SequenceParallelStrategy
     from .strategies.pipeline import PipelineStrategy as PipelineStrategy
     from .strategies.parallel import ExpertParallelStrategy as ExpertParallelStrategy
-    from .strategies.settings import MegatronLMPlugin as MegatronLMPlugin
     from .strategies.fp8_recipes import AORecipeKwargs as AORecipeKwargs
     from .strategies.fp8_recipes import TERecipeKwargs as TERecipeKwargs
     from .strategies.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs

@@ -267,8 +267,8 @@ def is_matplotlib_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether megatron is installed."""
-    return has_package("megatron")
+    """Whether megatron-core is installed."""
+    return has_package("megatron.core")
 
 
 def is_mlflow_available() -> bool:

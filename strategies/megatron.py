@@ -19,7 +19,6 @@ MegatronEngine), else None. It has `model` (the MegatronModel), `model.chunks` (
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -28,27 +27,30 @@ from typing import Any
 import torch
 
 from . import megatron_groups as groups
-from . import megatron_model, megatron_optimizer
+from . import megatron_model, megatron_optimizer, megatron_scheduler
 from .base import Settings, is_scheduler
 from .environment import Placement
 from .gradients import GradientState
 from .megatron_config import Fields, data_parallel, engine_fields
 from .megatron_engine import Engine
+from .megatron_loop import MegatronEngine, loop_model
 from .megatron_model import MegatronModel
 from .megatron_optimizer import MegatronLMOptimizerWrapper, Stepper
 from .megatron_plugin import MegatronLMPlugin
 from .megatron_precision import MegatronPrecision
-from .optimizer import AcceleratedOptimizer
+from .megatron_saving import MegatronState
+from .megatron_scheduler import MegatronLMDummyScheduler, MegatronLMSchedulerWrapper
+from .optimizer import AcceleratedOptimizer, unwrap_optimizer
 from .pipelined import Recorder
 from .precision import Precision
-from .process_group import ProcessGroupStrategy
+from .scheduler import AcceleratedScheduler
 from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, TorchDynamoPlugin
 from .world import World
 
 _TRAINING = "training_step"
 
 
-class MegatronStrategy(ProcessGroupStrategy):
+class MegatronStrategy(MegatronState):
     """Training by megatron-core: its groups, its DDP, its schedules, its optimizers.
 
     Args:
@@ -85,6 +87,8 @@ class MegatronStrategy(ProcessGroupStrategy):
         self.precision_in_use = MegatronPrecision(None)
         self._engines: list[Engine] = []
         self._steppers: list[Stepper] = []
+        self._loops: list[MegatronEngine] = []
+        self._samples: int | None = None  # of a step over all ranks, where a loader says it
         self._syncing = True
         self._seeded: int | None = None
 
@@ -126,6 +130,7 @@ class MegatronStrategy(ProcessGroupStrategy):
         """Lets go of the engines; their models can be prepared again."""
         self._engines.clear()
         self._steppers.clear()
+        self._loops.clear()
         self.precision_in_use.release()
 
     def teardown(self) -> None:
@@ -172,8 +177,19 @@ class MegatronStrategy(ProcessGroupStrategy):
     def prepare(self, objects: tuple[Any, ...], one: Callable[[Any], Any]) -> list[Any]:
         """Models first, whose chunks the optimizers then follow; schedulers last."""
         done = {id(obj): one(obj) for obj in objects if isinstance(obj, torch.nn.Module)}
+        loaders = {id(obj): one(obj) for obj in objects if isinstance(obj, torch.utils.data.DataLoader)}
+        self._note_samples(list(loaders.values()))
+        done |= loaders
         done |= {id(obj): one(obj) for obj in objects if id(obj) not in done and not is_scheduler(obj)}
         return [done[id(obj)] if id(obj) in done else one(obj) for obj in objects]
+
+    def _note_samples(self, loaders: list[Any]) -> None:
+        """Tells the options how many samples a step has, where loaders say it."""
+        sizes = [size for loader in loaders if (size := getattr(loader, "total_batch_size", None))]
+        if sizes:
+            self._samples = (min if self.plugin.is_train_batch_min else max)(sizes)
+            ranks, parts = self.data_world.size, self.plugin.num_micro_batches or 1
+            self.plugin.set_training_args(self._samples // (ranks * parts), ranks)
 
     def prepare_model(
         self,
@@ -189,9 +205,12 @@ class MegatronStrategy(ProcessGroupStrategy):
         Raises:
             ValueError: the module has no MegatronModel, or parameters beside it.
         """
-        found = _model_of(model)
         if self.engine_of(model) is not None:
             return model
+        model = loop_model(self, model)
+        if isinstance(model, MegatronEngine):
+            self._loops.append(model)
+        found = _model_of(model)
         found.build()
         trains = not evaluation and any(parameter.requires_grad for parameter in found.parameters())
         chunks = data_parallel(list(found.chunks), found.config, self.plugin, self.fields, trains=trains)
@@ -222,6 +241,21 @@ class MegatronStrategy(ProcessGroupStrategy):
         self.precision_in_use.optimizers.append(made)
         wrapper = MegatronLMOptimizerWrapper(optimizer, step=functools.partial(self.step, precision=precision))
         wrapper.drop = engine.forget
+        return wrapper
+
+    def prepare_scheduler(
+        self, scheduler: Any, optimizers: list[Any], *, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> AcceleratedScheduler:
+        if not isinstance(scheduler, MegatronLMDummyScheduler):
+            return super().prepare_scheduler(
+                scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=split_batches
+            )
+        made, increment = megatron_scheduler.create(scheduler, self.plugin, self._samples)
+        own = [one for one in optimizers if unwrap_optimizer(one) is unwrap_optimizer(scheduler.optimizer)]
+        wrapper = MegatronLMSchedulerWrapper(made, own or optimizers, step_with_optimizer, split_batches)
+        wrapper.increment = increment
+        for loop in self._loops:
+            loop.scheduler, wrapper.by_engine = wrapper, True
         return wrapper
 
     def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
@@ -263,6 +297,8 @@ class MegatronStrategy(ProcessGroupStrategy):
             ValueError: no training step of Megatron gave the loss.
         """
         engine = next((one for one in self._engines if one.pending is not None), None)
+        if engine is None and self._loops:
+            return  # a MegatronEngine has done everything
         if engine is None:
             raise ValueError(
                 "Expected the loss of a training step through Megatron's schedule. Received: another one. Train with "
@@ -319,6 +355,14 @@ class MegatronStrategy(ProcessGroupStrategy):
 
     # Which engine
 
+    def stepper_of(self, engine: Engine) -> Stepper:
+        """Returns what steps the optimizer of an engine.
+
+        Raises:
+            ValueError: it has none.
+        """
+        return self._stepper(lambda one: one.engine is engine)
+
     def engine_of(self, model: Any) -> Engine | None:
         """Returns the engine of a prepared model, or None."""
         found = megatron_model.find(model) if isinstance(model, torch.nn.Module) else None
@@ -346,7 +390,9 @@ class MegatronStrategy(ProcessGroupStrategy):
 def _unclipped(options: dict[str, Any]) -> MegatronLMPlugin:
     """The options of a run that is not told by Accelerate's names: clipping is the script's."""
     plugin = MegatronLMPlugin(**options)
-    return plugin if plugin.clips else dataclasses.replace(plugin, gradient_clipping=0.0)
+    if not plugin.clips:
+        plugin.gradient_clipping = 0.0
+    return plugin
 
 
 def _model_of(module: torch.nn.Module) -> MegatronModel:

@@ -130,8 +130,8 @@ def data_parallel(
         return chunks
     distributed = import_module("megatron.core.distributed")
     options = {
-        "use_distributed_optimizer": plugin.use_distributed_optimizer, "grad_reduce_in_fp32": config.bf16 or config.fp16,
-        **fields.ddp,
+        "use_distributed_optimizer": plugin.use_distributed_optimizer,
+        "grad_reduce_in_fp32": config.bf16 or config.fp16, **fields.ddp,
     }  # fmt: skip
     settings = distributed.DistributedDataParallelConfig(**options)
     made = [

@@ -107,6 +107,23 @@ class Engine:
         assert found is not None
         return self._deferred(found)
 
+    def native(self, forward_step: Callable[..., Any], batch: Any, *, forward_only: bool) -> list[Any]:
+        """Runs a forward step as megatron-core defines it; returns what it reported, where the last chunk is.
+
+        Raises:
+            ValueError: the schedule cannot work with so many micro-batches.
+        """
+        parts = MicroBatches(batch, self.micro_batches, self._fits)
+        if parts.count != parts.real:
+            raise ValueError(
+                f"Expected micro-batches for interleaved stages. Received: {parts.size} samples, num_micro_batches="
+                f"{self.micro_batches}. Let the number of stages divide both."
+            )
+        if not forward_only:
+            self._set_aside()
+        forward = lambda part, chunk, real=True: forward_step(iter([part]), chunk)  # noqa: E731
+        return self._schedule(parts, forward, forward_only=forward_only, collect=False)
+
     def _training(self, part: Any, chunk: Any, real: bool = True) -> tuple[Tensor, Any]:
         """What the schedule calls for a micro-batch and a chunk."""
         assert self._job is not None
@@ -119,7 +136,9 @@ class Engine:
             raise ValueError("Expected a step that calls Megatron's model once. Received: one that never does.")
         return loss, _as_it_is
 
-    def _schedule(self, parts: MicroBatches, forward: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _schedule(
+        self, parts: MicroBatches, forward: Callable[..., Any], *, forward_only: bool, collect: bool | None = None
+    ) -> list[Any]:
         schedules = import_module("megatron.core.pipeline_parallel.schedules")
         config = self.config
         virtual = config.virtual_pipeline_model_parallel_size
@@ -133,7 +152,7 @@ class Engine:
         found: list[Any] = run(
             forward_step_func=step, data_iterator=iterators if virtual else iterators[0], model=self.chunks,
             num_microbatches=parts.count, micro_batch_size=parts.samples, forward_only=forward_only,
-            collect_non_loss_data=forward_only, **self._lengths_of(parts),
+            collect_non_loss_data=forward_only if collect is None else collect, **self._lengths_of(parts),
         )  # fmt: skip
         return found
 
@@ -179,7 +198,8 @@ class Engine:
 
     def buffers(self) -> list[Any]:
         """Returns the buffers of all chunks, each with its `grad_data`."""
-        return [one for chunk in self.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[union-attr]
+        chunks: list[Any] = self.chunks
+        return [one for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def holders(self) -> list[Any]:
         """Returns what holds the gradients that a window has so far, each as its `grad`."""

@@ -111,7 +111,7 @@ def rank_in(dimension: str) -> int:
     """
     if dimension not in _RANKS:
         raise RuntimeError(
-            f"Expected a dimension of {', '.join(_RANKS)}. Received: {dimension!r} under Megatron. Ask for one of these."
+            f"Expected a dimension of {', '.join(_RANKS)}. Received: {dimension!r} under Megatron. Ask for one."
         )
     return int(getattr(core(), _RANKS[dimension])())
 

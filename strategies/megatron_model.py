@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 _ALONE = (
-    "Expected a model of Megatron in a run by Megatron. Received: no such run. Use Trainer(strategy='megatron') and make "
-    "the model in configure_model, or make Accelerator(megatron_lm_plugin=…) before it."
+    "Expected a model of Megatron in a run by Megatron. Received: no such run. Use Trainer(strategy='megatron') and "
+    "make the model in configure_model, or make Accelerator(megatron_lm_plugin=…) before it."
 )
 _builder: Callable[[MegatronModel], Any] | None = None
 
@@ -40,7 +40,8 @@ class MegatronModel(nn.Module):
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__()
         own = all(hasattr(config, name) for name in ("config", "build", "batch")) and not options
-        self.architecture = config if own else import_module(".megatron_models", __package__).architecture(config, **options)
+        models = import_module(".megatron_models", __package__)
+        self.architecture = config if own else models.architecture(config, **options)
         self.config: Any = None  # Megatron's TransformerConfig, once chunks are there
         self.chunks = nn.ModuleList()
         self.run: Callable[[Any], Any] = _unprepared  # what an engine does with a micro-batch

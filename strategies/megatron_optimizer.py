@@ -1,4 +1,4 @@
-"""From torch's optimizer to Megatron's, whose options follow it, and one step of it in the parts that a loop asks for."""
+"""From torch's optimizer to Megatron's, whose options follow it, and a step of it in the parts that a loop asks for."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class Stepper:
         configured = self.plugin.gradient_clipping
         if self.plugin.clips and configured != max_norm and max_norm != float("inf"):
             raise ValueError(
-                f"Expected one value for the largest norm of the gradients. Received: gradient_clipping={configured} in "
-                f"Megatron's options, max_norm={max_norm} in the script. Set it in one place."
+                f"Expected one value for the largest norm of the gradients. Received: gradient_clipping={configured} "
+                f"in Megatron's options, max_norm={max_norm} in the script. Set it in one place."
             )
         norm = self.total_norm()
         if max_norm != float("inf") and self.engine.complete and not self._overflow and self._clipped is None:

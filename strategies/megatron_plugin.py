@@ -210,8 +210,8 @@ class MegatronLMPlugin:
     def _check_combinations(self) -> None:
         if self.sequence_parallelism and self.tp_degree == 1:
             raise ValueError(
-                "Expected tp_degree of 2 or more with sequence_parallelism, which shares sequences among the ranks that "
-                "share layers. Received: tp_degree=1. Set tp_degree, or leave sequence_parallelism out."
+                "Expected tp_degree of 2 or more with sequence_parallelism, which shares sequences among the ranks "
+                "that share layers. Received: tp_degree=1. Set tp_degree, or leave sequence_parallelism out."
             )
         if self.num_layers_per_virtual_pipeline_stage is not None and self.pp_degree == 1:
             raise ValueError(
@@ -257,7 +257,7 @@ class MegatronLMPlugin:
         """Notes the kind of an optimizer and its options."""
         name = type(optimizer).__name__.lower()
         if "adam" not in name and "sgd" not in name:
-            raise ValueError(f"Expected Adam, AdamW or SGD for Megatron. Received: {type(optimizer).__name__}. Use one.")
+            raise ValueError(f"Expected Adam, AdamW or SGD for Megatron. Received: {name}. Use one of these.")
         defaults = getattr(optimizer, "defaults", {})
         said = {"optimizer": "adam" if "adam" in name else "sgd"}
         said |= {key: defaults[key] for key in ("lr", "weight_decay") if key in defaults}

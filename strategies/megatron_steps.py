@@ -1,4 +1,4 @@
-"""One batch on its way through Megatron's schedule: its micro-batches, and what the user's step finds out about them."""
+"""One batch on its way through Megatron's schedule: its micro-batches, and what the user's step finds out of them."""
 
 from __future__ import annotations
 

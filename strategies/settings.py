@@ -437,25 +437,9 @@ def check_num_steps(num_steps: int) -> int:
     return num_steps
 
 
-_INSTEAD = {
-    "MegatronLMPlugin": ("Megatron-LM", 'strategy="ddp"'),
-}
-
-
 def not_in_this_version(name: str, instead: str = 'strategy="ddp"') -> NotImplementedError:
     """Returns the error for an engine, plugin or method that this version does not have; the caller raises it."""
-    engine, instead = _INSTEAD.get(name, (name, instead))
-    what = engine if engine == name else f"{engine} ({name})"
-    return NotImplementedError(f"{what} is not part of this version of drivetrain. Use {instead} instead.")
-
-
-class _Absent(KwargsHandler):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise not_in_this_version(type(self).__name__)
-
-
-class MegatronLMPlugin(_Absent):
-    """Megatron-LM's settings: not part of this version."""
+    return NotImplementedError(f"{name} is not part of this version of drivetrain. Use {instead} instead.")
 
 
 def _check(condition: bool, expected: str, **received: Any) -> None:

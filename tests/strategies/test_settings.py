@@ -96,12 +96,3 @@ def test_profile_settings_build_a_profiler():
     profiler = ProfileKwargs(activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 2}).build()
     assert isinstance(profiler, torch.profiler.profile)
     assert profiler.activities == {torch.profiler.ProfilerActivity.CPU}
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["MegatronLMPlugin"],
-)
-def test_plugins_of_absent_engines_say_so_and_what_to_use(name):
-    with pytest.raises(NotImplementedError, match=f"{name}.* is not part of this version.* Use "):
-        getattr(settings, name)()
