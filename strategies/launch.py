@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import environment, rendezvous
+from . import environment, rendezvous, xla_launch
 from .program import can_relaunch, command
 from .world import packed, unpacked
 
@@ -105,12 +105,16 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
                       monitor_interval: float = 0.1, log_line_prefix_template: str | None = None) -> list[Any]:
     """Run a training function from a notebook in `num_processes` forked ranks (default: one per accelerator).
 
+    Where torch_xla is installed and PJRT_DEVICE, TPU_NAME or a launch says so: one for each XLA device.
+
     Name and parameters are Accelerate's; returns the results of this node's ranks. `use_port=None` takes a free port.
     """
     if mixed_precision.lower() not in ("no", "fp16", "bf16", "fp8"):
         raise ValueError(f"Expected mixed_precision no, fp16, bf16 or fp8. Received: {mixed_precision=}.")
-    processes = num_processes or max(1, torch.accelerator.device_count())
     variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision.lower()}
+    if num_nodes == 1 and xla_launch.is_asked_for():
+        return xla_launch.call(function, *args, processes=num_processes, start_method="fork", variables=variables)
+    processes = num_processes or max(1, torch.accelerator.device_count())
     if processes * num_nodes == 1:
         with environment.exported({**environment.child_environment(threads=0), **variables}):
             return [function(*args)]

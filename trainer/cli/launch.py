@@ -219,6 +219,8 @@ def _count(launch: Launch) -> tuple[int, str]:
     if launch["cpu"]:
         return machines, "one per machine on the CPU"
     if "TPU (XLA)" in used_engines(launch):
+        if "ParallelismConfig" in used_engines(launch):
+            return machines, "one per machine, which has all its XLA devices (SPMD)"
         chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
         return max(1, len(chips)) * machines, f"{len(chips)} TPU chips on this machine"
     if launch["gpu_ids"] not in (None, "all"):
