@@ -23,7 +23,7 @@ _MODULES = {
     "FSDPStrategy": "fsdp", "FSDP1Strategy": "fsdp1", "DeepSpeedStrategy": "deepspeed",
     "TensorParallelStrategy": "parallel",
     "ContextParallelStrategy": "parallel", "SequenceParallelStrategy": "parallel", "PipelineStrategy": "pipeline",
-    "ExpertParallelStrategy": "parallel", "MegatronStrategy": "megatron",
+    "ExpertParallelStrategy": "parallel", "XLAStrategy": "xla", "MegatronStrategy": "megatron",
 }  # fmt: skip
 _STARTS = {"ddp": None, "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 _WORDS = {
@@ -33,21 +33,28 @@ _WORDS = {
     "pp": "PipelineStrategy", "pipeline": "PipelineStrategy",
     "ep": "ExpertParallelStrategy", "expert_parallel": "ExpertParallelStrategy",
     "megatron": "MegatronStrategy",
+    "xla": "XLAStrategy", "tpu": "XLAStrategy",
 }  # fmt: skip
+_DEVICES = {"tpu": "xla", "xla": "xla"}  # kinds of devices that only one engine has
 _OFFLOAD = {"offload_optimizer_device": "cpu"}
-_LATER = ("xla",)
 # Variable of a launch -> module and class of the options that it stands for. An engine adds its own line.
 _LAUNCHED: dict[str, tuple[str, str]] = {
     "USE_FSDP": ("fsdp_plugin", "FullyShardedDataParallelPlugin"),
     "USE_PARALLELISM_CONFIG": ("mesh", "ParallelismConfig"),
     "USE_DEEPSPEED": ("deepspeed_plugin", "DeepSpeedPlugin"),
     "USE_MEGATRON_LM": ("megatron_plugin", "MegatronLMPlugin"),
+    "USE_XLA": ("xla_plugin", "XLAPlugin"),
 }
 
 
 def followed() -> set[str]:
     """Returns the variables of launches that some engine of this version follows."""
     return set(_LAUNCHED)
+
+
+def engine_of(device: str | None) -> str | None:
+    """Returns the name of the engine that a kind of device needs; None where several engines have it."""
+    return _DEVICES.get(device or "")
 
 
 def registry() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -62,6 +69,7 @@ def registry() -> dict[str, tuple[str, dict[str, Any]]]:
     names["deepspeed_stage_3_offload"] = ("DeepSpeedStrategy", everything)
     names |= {"fsdp": ("FSDPStrategy", {}), "fsdp2": ("FSDPStrategy", {})}
     names["fsdp1"] = ("FSDP1Strategy", {})
+    names |= {"xla_spmd": ("XLAStrategy", {"spmd": True}), "xla_fsdp": ("XLAStrategy", {"fsdp": True})}
     names["hsdp"] = ("FSDPStrategy", {"replicate": "nodes"})
     for name, start in _STARTS.items():
         options = {} if start is None else {"start_method": start}
@@ -103,7 +111,20 @@ def create(
     engine = _by_name(strategy) if isinstance(strategy, str) else strategy
     if not plugins and parallelism is None:
         return _as_launched(engine, strategy)
-    return _with_options(engine, strategy, plugins, parallelism)
+    made = _with_options(engine, strategy, plugins, parallelism)
+    _check_word(strategy, made)
+    return made
+
+
+def _check_word(word: Any, engine: Strategy) -> None:
+    """Raise ValueError where a name says other options ("deepspeed_stage_1") than those that the engine has."""
+    for name, value in registry()[word][1].items() if isinstance(word, str) else ():
+        own = getattr(engine.plugin, name, value)
+        if own != value:
+            raise ValueError(
+                f"Expected one value for {name}. Received: {value!r} by strategy={word!r}, and {own!r} in the options. "
+                "Set it in one place."
+            )
 
 
 def _by_name(word: str) -> Strategy:
@@ -116,10 +137,6 @@ def _by_name(word: str) -> Strategy:
 
 
 def _unknown(strategy: str, known: list[str]) -> Exception:
-    if strategy.lower().startswith(_LATER):
-        return NotImplementedError(
-            f"The engine of strategy={strategy!r} is not part of this version of drivetrain. Use strategy='ddp'."
-        )
     near = difflib.get_close_matches(strategy, [*known, "auto"], n=1)
     advice = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
     return ValueError(f"Expected strategy to be one of auto, {', '.join(known)}. Received: {strategy!r}. {advice}")
@@ -145,10 +162,18 @@ def _as_launched(engine: Strategy, given: Any) -> Strategy:
     plugins, parallelism = _launched()
     if not plugins and parallelism is None:
         return engine
-    other = _by_options(plugins, parallelism, 1)
+    other = _by_options(plugins or _own(engine, given), parallelism, 1)
     if type(other) is not type(engine):
         raise _not_as_launched(f"strategy={given if isinstance(given, str) else engine.name!r}")
-    return engine if isinstance(given, Strategy) else other
+    if isinstance(given, Strategy) or (registry()[given][1] and parallelism is None):
+        return engine  # what a word stands for was compared with the launch's options when it was made
+    _check_word(given, other)
+    return other
+
+
+def _own(engine: Strategy, given: Any) -> list[Any]:
+    """The options of an engine that was named, where a ParallelismConfig is no engine of its own beside it."""
+    return [engine.plugin] if isinstance(given, str) and engine.takes_parallelism else []
 
 
 def _check_launch(plugins: list[Any]) -> None:
@@ -170,7 +195,7 @@ def _with_options(engine: Strategy, given: Any, plugins: list[Any], parallelism:
     """The engine that was asked for, with options if they are its own."""
     if not plugins and parallelism is None:
         return engine
-    other = _by_options(plugins, parallelism, 1)
+    other = _by_options(plugins or _own(engine, given), parallelism, 1)
     if type(other) is not type(engine) or (isinstance(given, Strategy) and engine is not other):
         shown = _names([*plugins, *([] if parallelism is None else [parallelism])])
         raise ValueError(

@@ -68,12 +68,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         **options: Any,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        if plugin is not None and (config is not None or options):
-            said = [*(["config"] if config is not None else []), *options]
-            raise ValueError(f"Expected DeepSpeed's options once. Received: plugin and {sorted(said)}. Give one.")
-        if plugins is None:
-            plugins = {"default": plugin or DeepSpeedPlugin(hf_ds_config=config, **options)}
-        self.plugins = dict(plugins)
+        said = [name for name, value in options.items() if value != getattr(DeepSpeedPlugin, name, None)]
+        said += [] if config is None else ["config"]
+        if (plugin is not None or plugins is not None) and said:
+            first = "plugins" if plugin is None else "plugin"
+            raise ValueError(f"Expected DeepSpeed's options once. Received: {first} and {sorted(said)}. Give one.")
+        if plugin is None and plugins is None:
+            plugin = DeepSpeedPlugin(hf_ds_config=config, **options)
+        self.plugins: dict[str, Any] = {"default": plugin} if plugins is None else dict(plugins)
         refuse_parallelism(parallelism, [one.hf_ds_config for one in self.plugins.values()])
         self.parallelism = parallelism
         self.select(next(iter(self.plugins)))

@@ -104,9 +104,13 @@ class HfDeepSpeedConfig:
         """Whether optimizer states or weights are kept in the memory of the host, or on its disk."""
         return any(self.get_value(key) in ("cpu", "nvme") for key in _OFFLOADS)
 
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Returns every dotted key that holds no dict, and its value."""
+        return list(_leaves(self.config))
+
     def autos(self) -> list[str]:
         """Returns the dotted keys that wait to be filled."""
-        return [key for key, value in _leaves(self.config) if value == AUTO]
+        return [key for key, value in self.leaves() if value == AUTO]
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,11 @@ class DeepSpeedPlugin:
         self._hold: Any = None
         self.precision_word: str | None = None  # in the Trainer's spelling, once the run has told it
         self._refuse_msamp()
-        if self.hf_ds_config is None:
-            file = _LAUNCH.text("config_file")
-            self.hf_ds_config = None if file in (None, "none") else file
-        given = self.hf_ds_config is not None
-        said = self._said(given)
+        file = _launched_file() if self.hf_ds_config is not None else []
+        self.hf_ds_config = _LAUNCH.text("config_file") if self.hf_ds_config is None else self.hf_ds_config
+        given = self.hf_ds_config not in (None, "none")
         config = HfDeepSpeedConfig(self.hf_ds_config if given else _default())
-        settle(config, said, complete=False)
+        settle(config, self._said(config, given) + file, complete=False)
         self.hf_ds_config = config
         self.refuses_init = self.zero3_init_flag is False
         self._take_over(config, given)
@@ -100,22 +98,18 @@ class DeepSpeedPlugin:
 
     # What it is made from
 
-    def _said(self, given: bool) -> list[Said]:
+    def _said(self, config: HfDeepSpeedConfig, given: bool) -> list[Said]:
         """What fields and the launch say, the launch's last; what a launch has from nobody gives way."""
-        found = []
-        for name, (key, variable, kind) in _FIELDS.items():
-            value = getattr(self, name)
-            if value is not None and value != "auto":
-                found.append(Said(key, value, f"DeepSpeedPlugin({name}={value!r})"))
-            who, launched, firm = _launched(variable or name, kind, shared=variable is None)
-            if launched is not None and (firm or value is None):
-                found.append(Said(key, launched, who, firm=firm, adds=not given))
+        values = {name: getattr(self, name) for name in _FIELDS}
+        found = [
+            Said(_FIELDS[name][0], value, f"DeepSpeedPlugin({name}={value!r})")
+            for name, value in values.items()
+            if value is not None and value != "auto"
+        ]
+        found += _by_launch(given, silent=[name for name, value in values.items() if value is not None])
         if not given:
             found.append(Said("zero_optimization.stage", 2, "the default", firm=False))
-        return [one for one in found if one.value != "none" or (given and self._offloads(one.key))]
-
-    def _offloads(self, key: str) -> bool:
-        return HfDeepSpeedConfig(self.hf_ds_config).get_value(key) is not None
+        return _needed(found, config, given)
 
     def _take_over(self, config: HfDeepSpeedConfig, given: bool) -> None:
         """Makes the fields say what is in force."""
@@ -312,6 +306,44 @@ def _default() -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": "auto"},
     }
+
+
+def of_argument(deepspeed: Any, said: Iterable[Said] = ()) -> DeepSpeedPlugin:
+    """Returns the options for which an argument `deepspeed=` stands: a file, a dict, or a DeepSpeedPlugin.
+
+    Raises:
+        ValueError: it, a launch and what a script has `said` besides differ; the message shows all of that at once.
+    """
+    plugin = deepspeed if isinstance(deepspeed, DeepSpeedPlugin) else None
+    config = HfDeepSpeedConfig(deepspeed if plugin is None else plugin.hf_ds_config)
+    voices = _needed([*_by_launch(True), *_launched_file(), *said], config, True)
+    settle(HfDeepSpeedConfig(config), voices, complete=False)
+    return plugin or DeepSpeedPlugin(hf_ds_config=config)
+
+
+def _by_launch(given: bool, *, silent: Iterable[str] = ()) -> list[Said]:
+    """What a launch says of single fields; of `silent` ones only what somebody has told it."""
+    found = []
+    for name, (key, variable, kind) in _FIELDS.items():
+        who, value, firm = _launched(variable or name, kind, shared=variable is None)
+        if value is not None and (firm or name not in silent):
+            found.append(Said(key, value, who, firm=firm, adds=not given))
+    return found
+
+
+def _launched_file() -> list[Said]:
+    """What the file of a launch says of each of its keys, beside which a script brings a configuration."""
+    file = _LAUNCH.text("config_file")
+    if file in (None, "none"):
+        return []
+    launched = HfDeepSpeedConfig(file)
+    who = f"{launched.source} of the launch"
+    return [Said(key, value, who) for key, value in launched.leaves() if value != "auto"]
+
+
+def _needed(said: list[Said], config: HfDeepSpeedConfig, given: bool) -> list[Said]:
+    """Without what names no device for a part that nothing offloads anyway."""
+    return [one for one in said if one.value != "none" or (given and config.get_value(one.key) is not None)]
 
 
 def _launched(name: str, kind: type, *, shared: bool) -> tuple[str, Any, bool]:

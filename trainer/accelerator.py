@@ -93,6 +93,7 @@ class Accelerator(Standing):
         kwargs_handlers: option objects, one of a type (AutocastKwargs, DistributedDataParallelKwargs, …).
         dynamo_backend: compiles prepared models; `dynamo_plugin` says more.
         strategy: drivetrain's: an engine by name or as an object; None for one device, or DDP under a launcher.
+        deepspeed: drivetrain's: DeepSpeed by its JSON file or a dict of it; or a DeepSpeedPlugin.
         device: drivetrain's: this process's device, e.g. "cpu" or "cuda:1".
         seed: drivetrain's: seeds torch, numpy and random, and fixes the order of samples.
         fp16: the older way to say mixed_precision="fp16".
@@ -129,6 +130,7 @@ class Accelerator(Standing):
         parallelism_config: Any = None,
         *,
         strategy: str | Strategy | None = None,
+        deepspeed: Any = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
         fp16: bool | None = None,
@@ -138,6 +140,11 @@ class Accelerator(Standing):
             split_batches=split_batches, dataloader_config=dataloader_config, project_dir=project_dir,
             project_config=project_config, gradient_accumulation_plugin=gradient_accumulation_plugin,
             kwargs_handlers=kwargs_handlers, dynamo_plugin=dynamo_plugin, rng_types=rng_types, device=device,
+        )  # fmt: skip
+        deepspeed_plugin = resolution.deepspeed_options(
+            deepspeed, {"deepspeed_plugin": deepspeed_plugin, "deepspeed_plugins": deepspeed_plugins},
+            gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
+            mixed_precision=mixed_precision,
         )  # fmt: skip
         engine_plugins = resolution.engine_plugins(
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,

@@ -13,6 +13,7 @@ from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.timer import Timer
 from ..callbacks.tracking import Tracking
 from ..strategies import create, environment
+from ..strategies.choice import engine_of
 from ..strategies.environment import Placement
 from ..strategies.precision import canonical_name
 from .limits import limit_of, schedule_of, whole
@@ -71,7 +72,8 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
         _refuse_beside_accelerator(given)
         plan.accelerator = accelerator
         return
-    kind = _device_type(accelerator or "auto")
+    own = engine_of(accelerator)
+    kind = "cpu" if own else _device_type(accelerator or "auto")
     plan.nodes = whole(given, "num_nodes", least=1)
     plan.asked = devices not in ("auto", None)
     plan.processes, indices = _count(devices, kind)
@@ -85,23 +87,60 @@ def _resolve_devices(plan: Plan, given: dict[str, Any], placement: Placement) ->
             f"Expected as many processes as were launched. Received: devices × num_nodes = {size}, and num_processes=1 "
             "of the launch. Make them equal, or leave the number to one of both."
         )
-    strategy = create(strategy, size=size)
+    strategy = create(own if own and strategy in (None, "auto") else strategy, size=size, plugins=[_deepspeed(given)])
     if size > 1 and not strategy.launches:
         raise ValueError(
             f"Expected a strategy for several processes. Received: strategy={strategy.name!r} for {size} of them. "
             'Use strategy="ddp", or one device.'
         )
-    if given["sync_batchnorm"] and hasattr(strategy, "sync_batchnorm"):
-        strategy.sync_batchnorm = True
+    if given["sync_batchnorm"]:
+        _sync_batchnorm(strategy, size)
     plan.start_method = strategy.start_method
-    plan.unnamed = given["strategy"] in (None, "auto")
+    plan.unnamed = given["strategy"] in (None, "auto") and given["deepspeed"] is None
     plan.options = {
         "strategy": strategy,
-        "device": "cpu" if kind == "cpu" else None,
+        "device": _device(accelerator, kind, strategy),
         # the default leaves the word to a launch
         "mixed_precision": None if given["precision"] in ("32", None) else canonical_name(given["precision"]),
         "seed": given["seed"],
     }
+
+
+def _sync_batchnorm(strategy: Any, size: int) -> None:
+    """Have batches normalized over all ranks; one alone has nothing to do for that."""
+    if hasattr(strategy, "sync_batchnorm"):
+        strategy.sync_batchnorm = True
+    elif size > 1:
+        raise ValueError(
+            f"Expected a strategy that normalizes over the batches of all ranks. Received: sync_batchnorm=True, "
+            f'strategy={strategy.name!r}. Use strategy="ddp", or SyncBatchNorm in the model.'
+        )
+
+
+def _deepspeed(given: dict[str, Any]) -> Any:
+    """Return the options for which ``deepspeed=`` stands, once all that is said besides agrees with them."""
+    if given["deepspeed"] is None:
+        return None
+    from .resolution import deepspeed_options  # here, since most runs need none of it
+
+    steps, clip = given["accumulate_grad_batches"], given["gradient_clip_val"]
+    return deepspeed_options(
+        given["deepspeed"], {},
+        accumulate_grad_batches=None if steps == 1 else steps,
+        gradient_clip_val=clip if clip and given["gradient_clip_algorithm"] != "value" else None,
+        precision=None if given["precision"] in ("32", None) else given["precision"],
+    )  # fmt: skip
+
+
+def _device(accelerator: str | None, kind: str, strategy: Any) -> str | None:
+    """Return the device that the Accelerator is told, where it does not choose it."""
+    if engine_of(accelerator) and strategy.device_type is None:
+        raise ValueError(
+            f"Expected strategy={engine_of(accelerator)!r} for accelerator={accelerator!r}. Received: "
+            f"strategy={strategy.name!r}. Leave it out."
+        )
+    theirs = strategy.device_type is not None and accelerator != "cpu"
+    return "cpu" if kind == "cpu" and not theirs else None
 
 
 def _check_launched(plan: Plan, size: int, placement: Placement) -> None:
@@ -115,6 +154,7 @@ def _check_launched(plan: Plan, size: int, placement: Placement) -> None:
 def _refuse_beside_accelerator(given: dict[str, Any]) -> None:
     defaults = {
         "strategy": "auto",
+        "deepspeed": None,
         "devices": "auto",
         "num_nodes": 1,
         "precision": "32",

@@ -13,7 +13,8 @@ import os
 from typing import Any
 
 from ..strategies import environment
-from ..strategies.deepspeed_plugin import DeepSpeedPlugins
+from ..strategies.deepspeed_config import Said, of_precision
+from ..strategies.deepspeed_plugin import DeepSpeedPlugins, of_argument
 from ..strategies.fp8_recipes import RECIPES, AORecipeKwargs
 from ..strategies.precision import canonical_name
 from ..strategies.settings import (
@@ -55,6 +56,33 @@ def engine_plugins(*, deepspeed_plugin: Any, deepspeed_plugins: Any, **others: A
         if plugin is not None and name != "deepspeed_plugins" and getattr(plugin, "slot", None) != name:
             raise TypeError(f"Expected {_PLUGINS[name]} for {name}. Received: {plugin!r}. Pass one of these.")
     return [plugin for plugin in given.values() if plugin is not None]
+
+
+_SAYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps", "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_accumulation_plugin.num_steps": "gradient_accumulation_steps", "gradient_clip_val": "gradient_clipping",
+}  # fmt: skip
+
+
+def deepspeed_options(deepspeed: Any, beside: dict[str, Any], **script: Any) -> Any:
+    """Returns the options that `deepspeed=` stands for (a file, a dict or a plugin), else a `deepspeed_plugin`.
+
+    `beside` are the other arguments for such options; `script` is what else is said of them, None for nothing.
+
+    Raises:
+        ValueError: options are given twice, or some of all that is said differs; the message shows all of it.
+    """
+    if deepspeed is None:
+        return beside.get("deepspeed_plugin")
+    both = [name for name, value in beside.items() if value is not None]
+    if both:
+        raise ValueError(f"Expected DeepSpeed's options once. Received: deepspeed and {', '.join(both)}. Give one.")
+    said = []
+    for name, value in script.items():
+        who = f"{name}={value!r}"
+        if value is not None:
+            said += [Said(_SAYS[name], value, who)] if name in _SAYS else of_precision(canonical_name(value), who)
+    return of_argument(deepspeed, said)
 
 
 def slots(strategy: Any) -> dict[str, Any]:

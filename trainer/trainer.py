@@ -33,6 +33,7 @@ class Trainer(TrainerState):
     Args:
         accelerator: "auto", "cpu", "gpu" or a kind of device; or an ``Accelerator``: it decides where and how to run.
         strategy: "auto", "ddp", another word of the registry, or a strategy object.
+        deepspeed: train by DeepSpeed with its own configuration: a JSON file or a dict; or a ``DeepSpeedPlugin``.
         devices: how many devices (processes) on this machine, a list of their indices, or "auto".
         num_nodes: how many machines.
         precision: "32", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true" or "64-true".
@@ -79,6 +80,7 @@ class Trainer(TrainerState):
         *,
         accelerator: Any = "auto",
         strategy: Any = "auto",
+        deepspeed: Any = None,
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
         precision: str | int | None = "32",

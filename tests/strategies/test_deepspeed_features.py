@@ -214,32 +214,7 @@ def test_offload_to_a_disk_without_what_the_package_needs_for_it(tmp_path):
     run(work, 1)
 
 
-# One run, chosen in different ways
-
-
-def test_a_word_a_file_a_plugin_and_a_launch_give_the_same_run(tmp_path, monkeypatch):
-    file = runs.written(tmp_path / "ds.json", {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2})
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def work(rank):
-        from drivetrain import DeepSpeedStrategy
-
-        ways = {
-            "word": dict(strategy="deepspeed_stage_1", gradient_accumulation_steps=2),
-            "file": dict(strategy=DeepSpeedStrategy(config=file)),
-            "plugin": dict(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), gradient_accumulation_steps=2),
-            "fields": dict(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=2)),
-        }
-        found = {way: runs.trained(fresh(**options), 4)["weights"] for way, options in ways.items()}
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", file)
-        found["launch"] = runs.trained(fresh(), 4)["weights"]
-        return found
-
-    first, second = run(work, 2, timeout=200)
-    for weights in [*first.values(), *second.values()]:
-        assert torch.equal(weights, first["word"])
+# What two say differently (more in test_deepspeed_ways.py)
 
 
 def test_accumulation_that_two_say_differently_is_refused():

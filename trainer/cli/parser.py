@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal, Optional, Union
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
@@ -34,6 +35,9 @@ class RunParser(ArgumentParser):
         super().__init__(
             **{"exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE, "print_config": None, **options}
         )
+
+    def add_files(self) -> None:
+        """Add the config files; only to a whole run's parser, as a class may have an argument of that name itself."""
         self.add_argument("-c", "--config", action="config", help=KEYS["config"])
 
     def add_seed(self, default: bool | int | None) -> None:
@@ -130,11 +134,16 @@ def build_named(value: Any, kinds: tuple[type, ...], key: str) -> Any:
         names = " or ".join(kind.__name__ for kind in kinds)
         raise UsageError(f"Expected {key} to be a subclass of {names}. Received: {path}. Name one.")
     parser = RunParser()
-    parser.add_subclass_arguments(cls, "named", fail_untyped=False)
     arguments = value.get("init_args") or {}
     arguments = arguments.as_dict() if isinstance(arguments, Namespace) else arguments
+    named = {"class_path": path, "init_args": arguments}
+    if is_dataclass(cls):  # which the parser takes by its arguments alone
+        parser.add_class_arguments(cls, "named", fail_untyped=False)
+        named = arguments
+    else:
+        parser.add_subclass_arguments(cls, "named", fail_untyped=False)
     try:
-        config = parser.parse_object({"named": {"class_path": path, "init_args": arguments}})
+        config = parser.parse_object({"named": named})
     except ArgumentError as error:
         raise UsageError(explain(str(error), ()).replace("named", key)) from None
     return construct(parser, config).named

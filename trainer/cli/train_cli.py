@@ -14,6 +14,7 @@ from ... import __version__
 from ...callbacks.base import Callback
 from ...callbacks.tracking.base import GeneralTracker
 from ...strategies.base import Strategy
+from ...strategies.deepspeed_plugin import DeepSpeedPlugin
 from ...strategies.random import set_seed
 from ..accelerator import Accelerator
 from ..datamodule import DataModule
@@ -30,7 +31,7 @@ from .written import SaveConfig
 _log = logging.getLogger(__name__)
 _KINDS: dict[str, tuple[type, ...]] = {
     "logger": (GeneralTracker, Callback), "profiler": (Callback,), "strategy": (Strategy,),
-    "accelerator": (Accelerator,),
+    "accelerator": (Accelerator,), "deepspeed": (DeepSpeedPlugin,),
 }  # fmt: skip
 """Arguments of the Trainer that take many things → the classes that a config may name there."""
 
@@ -101,6 +102,7 @@ class TrainCLI:
 
     def _add_keys(self, seed: bool | int | None, trainer_defaults: dict[str, Any] | None) -> None:
         parser = self.parser
+        parser.add_files()
         parser.add_seed(0 if seed is True else seed)
         parser.add_class_arguments(self.trainer_class, "trainer", fail_untyped=False, instantiate=False)
         parser.add_class("model", self.model_class or TrainModule, by_path=self.by_path["model"], required=True)

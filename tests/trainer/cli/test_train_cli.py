@@ -110,3 +110,11 @@ def test_help_shows_the_arguments_of_the_classes(nets, capsys):
     shown = capsys.readouterr().out
     assert end.value.code == 0
     assert "--model.lr LR" in shown and "--trainer.max_epochs" in shown and "--data.batch_size" in shown
+
+
+def test_a_class_may_have_an_argument_named_config(home):
+    """It was not built, as a parser for the arguments of a class had config files of its own."""
+    home.write("mine.py", "from nets import Net\n\nclass Mine(Net):\n    def __init__(self, config: str = ''):\n"
+               "        super().__init__()\n        self.config = config\n")  # fmt: skip
+    cli = TrainCLI(run=False, args=["--config", "run.yaml", "--model=mine.Mine", "--model.config=a.json"])
+    assert cli.model.config == "a.json"
