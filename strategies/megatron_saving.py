@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import megatron_random
 from . import megatron_state as states
 from .checkpoint.gathering import save_gathered
 from .checkpoint.sharded import open_parts
@@ -92,6 +93,17 @@ class MegatronState(ProcessGroupStrategy):
     def load_optimizer(self, checkpoint: Any, optimizer: Any, names: Mapping[int, str], *, stem: str) -> None:
         engine = self._of_optimizer(optimizer)
         states.load_optimizer(checkpoint, engine, states.prefix_of(names, engine), stem=stem, world=self.world)
+
+    def save(self, writer: Any, contents: Any, **options: Any) -> None:
+        super().save(writer, contents, **options)
+        if not options.get("weights_only"):
+            megatron_random.save(writer, self.world)
+
+    def load(self, checkpoint: Any, contents: Any, **options: Any) -> dict[str, Any]:
+        extra = super().load(checkpoint, contents, **options)
+        if not options.get("weights_only"):
+            megatron_random.load(checkpoint, self.world)
+        return extra
 
     def save_native(self, model: Any, directory: str) -> None:
         """Writes Megatron's own distributed checkpoint of a model and its optimizer (with pickles) into a new folder."""

@@ -19,7 +19,7 @@ from .checkpoint.pieces import Pieces, within
 from .checkpoint.references import Reference, open_state
 from .checkpoint.sharded import save_sharded, save_sharded_state
 from .contents import is_extra
-from .megatron_state_parts import Local, Source, Stored, Whole, locals_of
+from .megatron_state_parts import Local, Source, locals_of
 from .world import World
 
 _LISTED = 5  # names in a message
@@ -50,12 +50,15 @@ def parts(module: nn.Module, engine: Any, *, master: bool) -> dict[str, Any]:
     With `master` trained weights are the optimizer's own.
     """
     prefix = prefix_in(module, engine)
-    own, extra = _locals(engine, prefix)
+    own = _locals(engine, prefix)
     found: dict[str, Any] = {local.name: local.pieces(local.tensor) for local in own}
     if master and engine.optimizer is not None:
+        elsewhere = torch.empty(0)
+        for local in own if _is_shared_out(engine) else ():
+            if local.tensor.requires_grad:  # of which other ranks may have all
+                found[local.name] = local.pieces(elsewhere, 0)
         for one in trained(engine, own):
             found[one.local.name] = one.local.pieces(one.main, one.first)
-    found |= dict.fromkeys(extra)
     state = module.state_dict()
     return found | {name: value for name, value in state.items() if not name.startswith(f"{prefix}chunks.")}
 
@@ -76,11 +79,11 @@ def load_weights(module: nn.Module, engine: Any, source: Source, *, world: World
         RuntimeError: keys are missing or unknown under `strict`.
     """
     prefix = prefix_in(module, engine)
-    own, extra = _locals(engine, prefix)
+    own = _locals(engine, prefix)
     there = set(source.names())
     rest = {name for name in module.state_dict() if not name.startswith(f"{prefix}chunks.")}
     known = [(local, local.known_as(there)) for local in own]
-    mine = {name for _, name in known if name is not None} | rest | set(extra)
+    mine = {name for _, name in known if name is not None} | rest
     taken = {name for names in world.gather_object(mine) for name in names}
     missing = [local.name for local, name in known if name is None] + sorted(rest - there)
     result = _IncompatibleKeys(missing, [name for name in there if name not in taken])
@@ -134,7 +137,7 @@ def save_optimizer(writer: Any, engine: Any, prefix: str, *, stem: str) -> None:
 
 def optimizer_parts(engine: Any, prefix: str) -> dict[str, Any]:
     """Returns this rank's part of the optimizer's state, by names of the whole model, which begin with `prefix`."""
-    own, _ = _locals(engine, prefix)
+    own = _locals(engine, prefix)
     state: dict[str, Any] = {}
     for one in trained(engine, own):
         found = {key: _state_part(one, key, value) for key, value in one.state.items() if value is not None}
@@ -153,7 +156,7 @@ def load_optimizer(checkpoint: Any, engine: Any, prefix: str, *, stem: str, worl
         ValueError: the optimizer has other groups of parameters.
     """
     saved = open_state(checkpoint, stem)
-    own, _ = _locals(engine, prefix)
+    own = _locals(engine, prefix)
     _load_groups(engine, own, saved["param_groups"], stem.replace("-", " "), world)
     for one in trained(engine, own):
         name = one.local.known_as(saved["state"])
@@ -188,6 +191,11 @@ def trained(engine: Any, own: list[Local]) -> Iterator[Trained]:
 def _optimizers(engine: Any) -> list[Any]:
     """Megatron's optimizers: one for dense weights, and perhaps one for experts."""
     return list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
+
+
+def _is_shared_out(engine: Any) -> bool:
+    """Whether ranks with other data share the optimizer's weights and states."""
+    return any(hasattr(one, "model_param_group_index_map") for one in _optimizers(engine))
 
 
 def _state_part(one: Trained, key: str, value: Any) -> Any:
@@ -285,7 +293,7 @@ def prefix_of(names: Mapping[int, str], engine: Any) -> str:
     return found.removesuffix(name)
 
 
-def _locals(engine: Any, prefix: str) -> tuple[list[Local], list[str]]:
+def _locals(engine: Any, prefix: str) -> list[Local]:
     vocabulary = getattr(engine.model.architecture, "vocab_size", None)
     return locals_of(engine.model.chunks, prefix, vocabulary=vocabulary)
 

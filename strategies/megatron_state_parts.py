@@ -107,27 +107,24 @@ class Local:
         return next((name for name in (self.name, *_renamed(self.name)) if name in names), None)
 
 
-def locals_of(
-    chunks: Iterable[Any], prefix: str = "", *, vocabulary: int | None = None
-) -> tuple[list[Local], list[str]]:
-    """Returns what these chunks have, and the names of their states that are no tensors.
+def locals_of(chunks: Iterable[Any], prefix: str = "", *, vocabulary: int | None = None) -> list[Local]:
+    """Returns what these chunks have; a vocabulary that is padded counts with so many tokens.
 
-    A vocabulary that is padded counts with so many tokens.
+    States that are no tensors are left out: Megatron's own layers have none, and Transformer Engine's are pickles of
+    what 8-bit scales were lately.
 
     Raises:
         ValueError: a layer keeps its weights in another form than its checkpoints.
     """
     found: dict[str, Local] = {}
-    extra: list[str] = []
     for chunk in chunks:
         for key, value in chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
             if type(value).__name__ == "ShardedObject":
-                extra.append(prefix + _whole_name(key, value.key, value.global_offset))
                 continue
             local = _local(key, value, prefix, vocabulary)
             if local.name not in found or found[local.name].spare:
                 found[local.name] = local
-    return list(found.values()), extra
+    return list(found.values())
 
 
 def _local(key: str, value: Any, prefix: str, vocabulary: int | None) -> Local:

@@ -223,6 +223,9 @@ class _Index:
         for name, (_, _, plain) in self._tensors.items():
             if plain:  # whole tensors may differ between ranks: the first one counts
                 self._writers[name] = self._writers.get(name, [])[:1]
+        for name, (_, shape, _) in self._tensors.items():
+            held = sum(math.prod(sizes) for _, (_, sizes) in self._writers.get(name, []))
+            assert held == math.prod(shape), f"{stem}: {name} of {list(shape)} in parts of {held} elements"
 
         self.files: dict[int, list[dict[str, Box]]] = {}  # by rank; a file has one box of a tensor
         for name, parts in self._writers.items():

@@ -208,7 +208,7 @@ def save_runs(rank, folder):
     pieces = Pieces((5, 12), torch.float32, tuple(boxes), tuple(views))
     own = {"state": {"rows": {"exp_avg": pieces, "step": torch.tensor(3.0)}}, "params": ["rows"]}
     with Writer(folder, world=worlds.current()) as writer:
-        save_sharded(writer, {"rows": pieces, "none": Pieces((2, 2), torch.int8)}, stem="model")
+        save_sharded(writer, {"rows": pieces}, stem="model")
         save_sharded_state(writer, "optimizer-0", own)
         writer.commit({"step": 1})
 
@@ -224,6 +224,13 @@ def test_a_rank_may_hold_several_boxes_of_a_tensor(tmp_path):
     assert reference.shape == (5, 12) and torch.equal(reference.read(((1, 3), (3, 2))), WHOLE[1:4, 3:5])
     assert float(state["state"]["rows"]["step"].read()) == 3.0 and state["params"] == ["rows"]
     assert torch.equal(load_sharded_state(checkpoint, "optimizer-0", {})["state"]["rows"]["exp_avg"], WHOLE)
+
+
+def test_a_tensor_of_which_nobody_has_a_part_is_noticed(tmp_path):
+    box, view = ((0, 0), (1, 2)), torch.zeros(1, 2)
+    with pytest.raises(AssertionError, match=r"model: rows of \[2, 2\] in parts of 2 elements"), Writer(tmp_path / "c") as w:
+        save_sharded(w, {"rows": Pieces((2, 2), torch.float32, (box,), (view,))}, stem="model")
+    assert not (tmp_path / "c").exists()
 
 
 def test_boxes_belong_in_sharded_state_alone(tmp_path):
