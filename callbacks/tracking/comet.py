@@ -12,7 +12,8 @@ from typing import Any
 
 from ...strategies.environment import live
 from . import media
-from .base import GeneralTracker, needed, on_main_process
+from .base import on_main_process
+from .service import ServiceTracker
 from .values import array_of, flatten, plain, settle
 
 _QUIET = {
@@ -22,7 +23,7 @@ _QUIET = {
 }  # fmt: skip
 
 
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(ServiceTracker):
     """Tracks into a Comet experiment; the native object is its `comet_ml.CometExperiment`.
 
     `run_name` is the project, `kwargs` are those of `comet_ml.start`. Comet's own logging of everything is off, unless
@@ -31,16 +32,11 @@ class CometMLTracker(GeneralTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
-    survives_kill = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
         if "comet_ml" not in sys.modules:  # it reads this when it is imported
             live().setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
-        self.run_name = run_name
-        self._comet, self._options = needed("comet_ml"), kwargs
-        self._before: dict[str, set[int]] | None = None  # steps that earlier parts of the run have, by name
+        super().__init__(run_name, **kwargs)
 
     @on_main_process
     def start(self) -> None:
@@ -51,30 +47,25 @@ class CometMLTracker(GeneralTracker):
             place["offline_directory"] = str(self.run_folder / "comet")
             if self._options.get("online") is False:
                 (self.run_folder / "comet").mkdir(parents=True, exist_ok=True)
-        options.setdefault("experiment_config", self._comet.ExperimentConfig(**_QUIET, **place, name=self.run_title))
+        options.setdefault("experiment_config", self._package.ExperimentConfig(**_QUIET, **place, name=self.run_title))
         if self.run_id is not None:
             options.update(experiment_key=self.run_id, mode="get")
-        self.experiment = self._comet.start(**options)
-        self.run_id = self.experiment.get_key()
-        self.experiment.log_other("Created from", "drivetrain")
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment."""
-        return self.experiment
+        self.run = self._package.start(**options)
+        self.run_id = self.run.get_key()
+        self.run.log_other("Created from", "drivetrain")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters by names like "a/b/0"."""
-        self.experiment.log_parameters(flatten(plain(values)))
+        self.run.log_parameters(flatten(plain(values)))
 
     @on_main_process
     def store_provenance(self, values: dict[str, Any], files: Sequence[str] = ()) -> None:
         """Store it as values "provenance/…", and its files."""
         for name, value in flatten({"provenance": plain(values)}).items():
-            self.experiment.log_other(name, value)
+            self.run.log_other(name, value)
         for path in files:
-            self.experiment.log_asset(str(path), file_name=f"provenance/{Path(path).name}", copy_to_tmp=True)
+            self.run.log_asset(str(path), file_name=f"provenance/{Path(path).name}", copy_to_tmp=True)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -84,10 +75,10 @@ class CometMLTracker(GeneralTracker):
             if isinstance(value, (bool, int, float)):
                 numbers[name] = value
             else:
-                self.experiment.log_text(str(value), step=step, metadata={"name": name})
+                self.run.log_text(str(value), step=step, metadata={"name": name})
         if numbers:
             epoch = numbers.get("epoch")
-            self.experiment.log_metrics(numbers, **{"step": step, "epoch": epoch, **kwargs})
+            self.run.log_metrics(numbers, **{"step": step, "epoch": epoch, **kwargs})
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -97,7 +88,7 @@ class CometMLTracker(GeneralTracker):
             pictures = media.pictures(value, formats)
             for one, picture in zip(media.numbered(name, len(pictures)), pictures):
                 image = media.Image.fromarray(picture)  # Comet drops black arrays
-                self.experiment.log_image(image, name=one, step=step, **kwargs)
+                self.run.log_image(image, name=one, step=step, **kwargs)
 
     @on_main_process
     def log_figures(self, values: dict[str, Any], step: int | None = None) -> None:
@@ -120,7 +111,7 @@ class CometMLTracker(GeneralTracker):
     def log_histograms(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log distributions of tensors or arrays; options are those of `log_histogram_3d`."""
         for name, value in values.items():
-            self.experiment.log_histogram_3d(array_of(value), name=name, step=step, **kwargs)
+            self.run.log_histogram_3d(array_of(value), name=name, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -129,12 +120,12 @@ class CometMLTracker(GeneralTracker):
     ) -> None:
         """Log a table as a CSV file."""
         names, rows = media.columns_and_rows(columns, data, dataframe)
-        self.experiment.log_table(f"{table_name}.csv", tabular_data=plain(rows), headers=names, **kwargs)
+        self.run.log_table(f"{table_name}.csv", tabular_data=plain(rows), headers=names, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
         """Log a file; `artifact_path` is its name."""
-        self.experiment.log_asset(str(local_path), file_name=artifact_path or Path(local_path).name, copy_to_tmp=True)
+        self.run.log_asset(str(local_path), file_name=artifact_path or Path(local_path).name, copy_to_tmp=True)
 
     @on_main_process
     def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
@@ -142,59 +133,58 @@ class CometMLTracker(GeneralTracker):
         for path in sorted(Path(local_dir).rglob("*")):
             if path.is_file():
                 place = Path(artifact_path or Path(local_dir).name) / path.relative_to(local_dir)
-                self.experiment.log_asset(str(path), file_name=str(place), copy_to_tmp=True)
+                self.run.log_asset(str(path), file_name=str(place), copy_to_tmp=True)
 
     @on_main_process
     def log_checkpoint(
         self, path: str | os.PathLike[str], aliases: Sequence[str] = (), step: int | None = None
     ) -> None:
         """Log a checkpoint as a model, offline as files; the value "checkpoint/<alias>" names it."""
-        if hasattr(self.experiment, "offline_directory"):  # an archive holds no models
+        if hasattr(self.run, "offline_directory"):  # an archive holds no models
             self.log_artifacts(path, f"checkpoints/{Path(path).name}")
         else:
-            self.experiment.log_model(Path(path).name, str(path), metadata={"step": step, "aliases": list(aliases)})
+            self.run.log_model(Path(path).name, str(path), metadata={"step": step, "aliases": list(aliases)})
         for alias in aliases:
-            self.experiment.log_other(f"checkpoint/{alias}", Path(path).name)
+            self.run.log_other(f"checkpoint/{alias}", Path(path).name)
 
     @on_main_process
     def logged_steps(self, name: str) -> Collection[int]:
         """Return the steps that earlier parts of the experiment have, on the server or in this machine's archives."""
-        folder = getattr(self.experiment, "offline_directory", None)
-        if folder is None:
-            found = self._comet.API().get_experiment_by_key(self.run_id)
+        if not hasattr(self.run, "offline_directory"):
+            found = self._package.API().get_experiment_by_key(self.run_id)
             return {int(row["step"]) for row in found.get_metrics(name) if row.get("step") is not None}
-        if self._before is None:
-            self._before = {}
-            for message in messages(Path(folder), str(self.run_id)):
-                metric = message.get("payload", {}).get("metric", {})
-                if metric:
-                    self._before.setdefault(metric["metricName"], set()).add(int(metric.get("step") or 0))
-        return self._before.get(name, ())
+        return super().logged_steps(name)
+
+    def _earlier(self) -> Iterator[tuple[str, int]]:
+        for message in messages(Path(self.run.offline_directory), str(self.run_id)):
+            metric = message.get("payload", {}).get("metric", {})
+            if metric:
+                yield metric["metricName"], int(metric.get("step") or 0)
 
     @on_main_process
     def flush(self) -> None:
         """Send what waits."""
-        self.experiment.flush()
+        self.run.flush()
 
     @on_main_process
     def fail(self, error: str) -> None:
         """Log the error and the status "failed"."""
-        self.experiment.log_other("status", "failed")
-        self.experiment.log_other("error", error)
+        self.run.log_other("status", "failed")
+        self.run.log_other("error", error)
 
     @on_main_process
     def preempt(self, reason: str) -> None:
         """Log the reason and the status "preempted"."""
-        self.experiment.log_other("status", "preempted")
-        self.experiment.log_other("error", reason)
+        self.run.log_other("status", "preempted")
+        self.run.log_other("error", reason)
 
     @on_main_process
     def finish(self) -> None:
         """End the experiment."""
-        self.experiment.end()
+        self.run.end()
 
     def _log_file(self, name: str, content: bytes, step: int | None, *, kind: str) -> None:
-        self.experiment._log_asset_data(content, name, step=step, asset_type=kind)
+        self.run._log_asset_data(content, name, step=step, asset_type=kind)
 
 
 def messages(folder: Path, key: str) -> Iterator[dict[str, Any]]:

@@ -7,16 +7,17 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import media
-from .base import GeneralTracker, needed, on_main_process
+from .base import on_main_process
+from .service import ServiceTracker
 from .values import flatten, plain, settle
 
 
-class SwanLabTracker(GeneralTracker):
+class SwanLabTracker(ServiceTracker):
     """Tracks into a run of SwanLab; the native object is its `swanlab.Run`.
 
     `run_name` is the project, `kwargs` are those of `swanlab.init`. Nested values get names like "a/b". A run that goes
@@ -25,33 +26,22 @@ class SwanLabTracker(GeneralTracker):
     """
 
     name = "swanlab"
-    requires_logging_directory = False
-    survives_kill = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self._swanlab = needed("swanlab")
-        self.run_name = run_name
-        self._options = kwargs
-        self._before: dict[str, set[int]] | None = None  # steps that earlier parts of the run have, by name
+        super().__init__(run_name, **kwargs)
         self._end: dict[str, Any] = {}
 
     @on_main_process
     def start(self) -> None:
         """Open the run."""
-        quiet = self._swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        quiet = self._package.Settings(interactive=False, terminal={"proxy_type": "none"})
         options = {"project": self.run_name, "name": self.run_title, "settings": quiet, **self._options}
         if self.run_folder is not None and "log_dir" not in options and "logdir" not in options:
             options["log_dir"] = str(self.run_folder / "swanlog")
         if self.run_id is not None:
             options.update(id=self.run_id, resume="allow")
-        self.run = self._swanlab.init(**options)
+        self.run = self._package.init(**options)
         self.run_id = self.run.id
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -71,7 +61,7 @@ class SwanLabTracker(GeneralTracker):
         found = flatten(settle(values))
         for name, value in found.items():
             if not isinstance(value, (int, float)):
-                found[name] = self._swanlab.Text(str(value))
+                found[name] = self._package.Text(str(value))
         self.run.log(found, step=step, **kwargs)
 
     @on_main_process
@@ -79,7 +69,7 @@ class SwanLabTracker(GeneralTracker):
         """Log images; `dataformats` as for TensorBoard, other options are those of `swanlab.Image`."""
         formats = kwargs.pop("dataformats", None)
         self.run.log(
-            {name: [self._swanlab.Image(picture, **kwargs) for picture in media.pictures(value, formats)]
+            {name: [self._package.Image(picture, **kwargs) for picture in media.pictures(value, formats)]
              for name, value in values.items()},
             step=step,
         )  # fmt: skip
@@ -99,7 +89,7 @@ class SwanLabTracker(GeneralTracker):
                 path = Path(folder) / f"{number}.wav"
                 path.write_bytes(media.wav(value, sample_rate))
                 if heard:
-                    found[name] = self._swanlab.Audio(str(path), sample_rate=sample_rate)
+                    found[name] = self._package.Audio(str(path), sample_rate=sample_rate)
                 else:
                     self._save(path, Path("audio") / name / f"{step or 0:08d}.wav")
             if found:
@@ -113,7 +103,7 @@ class SwanLabTracker(GeneralTracker):
             for number, (name, value) in enumerate(values.items()):
                 path = Path(folder) / f"{number}.gif"
                 path.write_bytes(media.gif(value, fps))
-                found[name] = self._swanlab.Video(str(path))
+                found[name] = self._package.Video(str(path))
             self.run.log(found, step=step)
 
     @on_main_process
@@ -122,7 +112,7 @@ class SwanLabTracker(GeneralTracker):
         dataframe: Any = None, step: int | None = None, **kwargs: Any,
     ) -> None:
         """Log a table."""
-        table = self._swanlab.echarts.Table()
+        table = self._package.echarts.Table()
         table.add(*media.columns_and_rows(columns, data, dataframe))
         self.run.log({table_name: table}, step=step)
 
@@ -147,17 +137,6 @@ class SwanLabTracker(GeneralTracker):
         self.run.config.update({"checkpoints": {alias: Path(path).name for alias in aliases}})
 
     @on_main_process
-    def logged_steps(self, name: str) -> Collection[int]:
-        """Return the steps that earlier parts of the run on this machine have."""
-        if self._before is None:
-            self._before = {}
-            here = Path(self.run.dir).resolve()
-            earlier = (path for path in files(here.parent, self.run_id) if path.parent.resolve() != here)
-            for key, step in (value for path in earlier for value in steps(path)):
-                self._before.setdefault(key, set()).add(step)
-        return self._before.get(name, ())
-
-    @on_main_process
     def fail(self, error: str) -> None:
         """Let the run end as crashed, with the error."""
         self._end = {"state": "crashed", "error": error}
@@ -171,6 +150,12 @@ class SwanLabTracker(GeneralTracker):
     def finish(self) -> None:
         """End the run."""
         self.run.finish(**self._end)
+
+    def _earlier(self) -> Iterator[tuple[str, int]]:
+        here = Path(self.run.dir).resolve()
+        for path in files(here.parent, str(self.run_id)):
+            if path.parent.resolve() != here:
+                yield from steps(path)
 
     def _save(self, path: Path, name: Path) -> None:
         """Save a file under a name: SwanLab keeps a link to it, so it lies in the run's folder first."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import media
-from .base import GeneralTracker, needed, on_main_process
+from .base import on_main_process
+from .service import ServiceTracker
 from .values import array_of, flatten, plain, settle
 
 
-class TrackioTracker(GeneralTracker):
+class TrackioTracker(ServiceTracker):
     """Tracks into a run of Trackio; the native object is its `trackio.Run`.
 
     `run_name` is the project, `kwargs` are those of `trackio.init`. Nested values get names like "a/b". A run that goes
@@ -21,30 +22,16 @@ class TrackioTracker(GeneralTracker):
     """
 
     name = "trackio"
-    requires_logging_directory = False
-    survives_kill = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self._trackio = needed("trackio")
-        self.run_name = run_name
-        self._options = kwargs
-        self._before: dict[str, set[int]] | None = None  # steps that the run has, by name
 
     @on_main_process
     def start(self) -> None:
         """Open the run."""
         quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         options = {"name": self.run_title, **quiet, **self._options}
-        self.run = self._trackio.init(project=self.run_name, **options)
+        self.run = self._package.init(project=self.run_name, **options)
         if self.run_id is not None:
             self.run.id = self.run_id  # names of runs are not unique, so they cannot be gone on with by name
         self.run_id = self.run.id
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -73,7 +60,7 @@ class TrackioTracker(GeneralTracker):
         for name, value in values.items():
             pictures = media.pictures(value, formats)
             found |= {
-                one: self._trackio.Image(picture, **kwargs)
+                one: self._package.Image(picture, **kwargs)
                 for one, picture in zip(media.numbered(name, len(pictures)), pictures)
             }
         self.run.log(found, step=step)
@@ -81,7 +68,7 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def log_figures(self, values: dict[str, Any], step: int | None = None) -> None:
         """Log matplotlib figures as images."""
-        self.run.log({name: self._trackio.Image(media.pictures(value)[0]) for name, value in values.items()}, step=step)
+        self.run.log({name: self._package.Image(media.pictures(value)[0]) for name, value in values.items()}, step=step)
 
     @on_main_process
     def log_audio(self, values: dict[str, Any], step: int | None = None, sample_rate: int = 44100) -> None:
@@ -96,7 +83,7 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def log_histograms(self, values: dict[str, Any], step: int | None = None, bins: int = 64) -> None:
         """Log distributions of tensors or arrays."""
-        kind = self._trackio.Histogram
+        kind = self._package.Histogram
         found = {name: kind(array_of(value).reshape(-1), num_bins=bins) for name, value in values.items()}
         self.run.log(found, step=step)
 
@@ -107,7 +94,7 @@ class TrackioTracker(GeneralTracker):
     ) -> None:
         """Log a table."""
         names, rows = media.columns_and_rows(columns, data, dataframe)
-        self.run.log({table_name: self._trackio.Table(columns=names, data=plain(rows))}, step=step)
+        self.run.log({table_name: self._package.Table(columns=names, data=plain(rows))}, step=step)
 
     @on_main_process
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
@@ -127,16 +114,6 @@ class TrackioTracker(GeneralTracker):
         self.run.log_artifact(str(path), name=f"model-{self.run_id}", type="model", aliases=list(aliases))
 
     @on_main_process
-    def logged_steps(self, name: str) -> Collection[int]:
-        """Return the steps that the database of this machine has."""
-        if self._before is None:
-            self._before = {}
-            for row in self._trackio.sqlite_storage.SQLiteStorage.get_logs(self.run_name, run_id=self.run_id):
-                for key in row:
-                    self._before.setdefault(key, set()).add(int(row["step"]))
-        return self._before.get(name, ())
-
-    @on_main_process
     def flush(self) -> None:
         """Write what waits into the database of this machine."""
         if self.run._is_local:
@@ -146,20 +123,24 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def fail(self, error: str) -> None:
         """Raise an alert with the error."""
-        self.run.alert("failed", text=error, level=self._trackio.AlertLevel.ERROR)
+        self.run.alert("failed", text=error, level=self._package.AlertLevel.ERROR)
 
     @on_main_process
     def preempt(self, reason: str) -> None:
         """Raise an alert with the reason."""
-        self.run.alert("preempted", text=reason, level=self._trackio.AlertLevel.WARN)
+        self.run.alert("preempted", text=reason, level=self._package.AlertLevel.WARN)
 
     @on_main_process
     def finish(self) -> None:
         """End the run."""
         self.run.finish()
 
+    def _earlier(self) -> Iterator[tuple[str, int]]:
+        rows = self._package.sqlite_storage.SQLiteStorage.get_logs(self.run_name, run_id=self.run_id)
+        return ((name, int(row["step"])) for row in rows for name in row)
+
     def _log_files(self, contents: dict[str, tuple[str, bytes]], step: int | None) -> None:
-        kinds = {"wav": self._trackio.Audio, "gif": self._trackio.Video}
+        kinds = {"wav": self._package.Audio, "gif": self._package.Video}
         with tempfile.TemporaryDirectory() as folder:
             values = {}
             for number, (name, (kind, content)) in enumerate(contents.items()):

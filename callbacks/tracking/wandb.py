@@ -14,14 +14,15 @@ from typing import Any
 
 from ...strategies.environment import live
 from . import media
-from .base import GeneralTracker, needed, on_main_process
+from .base import on_main_process
+from .service import ServiceTracker
 from .values import array_of, plain, settle
 
 _BLOCK = 32768  # bytes of a block in a run's file
 _OTHER = re.compile(r"[^\w\-.]", re.ASCII)
 
 
-class WandBTracker(GeneralTracker):
+class WandBTracker(ServiceTracker):
     """Tracks into a run of Weights & Biases; the native object is its `wandb.Run`.
 
     `run_name` is the project, `kwargs` are those of `wandb.init`. A run that goes on does so under its own id; offline,
@@ -29,16 +30,7 @@ class WandBTracker(GeneralTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
-    survives_kill = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self._wandb = needed("wandb")
-        self.run_name = run_name
-        self._options = kwargs
-        self._history: dict[str, set[int]] | None = None  # what earlier parts of the run hold
-        self._exit_code = 0
+    _exit_code = 0
 
     @on_main_process
     def start(self) -> None:
@@ -49,13 +41,8 @@ class WandBTracker(GeneralTracker):
             options["dir"] = str(self.run_folder)
         if self.run_id is not None:
             options.update(id=self.run_id, resume="allow")
-        self.run = self._wandb.init(**options)
+        self.run = self._package.init(**options)
         self.run_id = self.run.id
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -79,7 +66,7 @@ class WandBTracker(GeneralTracker):
         """Log images; `dataformats` as for TensorBoard, other options are those of `wandb.Image`."""
         formats = kwargs.pop("dataformats", None)
         self.run.log(
-            {name: [self._wandb.Image(picture, **kwargs) for picture in media.pictures(value, formats)]
+            {name: [self._package.Image(picture, **kwargs) for picture in media.pictures(value, formats)]
              for name, value in values.items()},
             step=step,
         )  # fmt: skip
@@ -87,26 +74,26 @@ class WandBTracker(GeneralTracker):
     @on_main_process
     def log_figures(self, values: dict[str, Any], step: int | None = None) -> None:
         """Log matplotlib figures as images."""
-        self.run.log({name: self._wandb.Image(media.pictures(value)[0]) for name, value in values.items()}, step=step)
+        self.run.log({name: self._package.Image(media.pictures(value)[0]) for name, value in values.items()}, step=step)
 
     @on_main_process
     def log_audio(self, values: dict[str, Any], step: int | None = None, sample_rate: int = 44100) -> None:
         """Log sound."""
         with tempfile.TemporaryDirectory() as folder:
             files = {name: _put(folder, "wav", media.wav(value, sample_rate)) for name, value in values.items()}
-            self.run.log({name: self._wandb.Audio(path, sample_rate) for name, path in files.items()}, step=step)
+            self.run.log({name: self._package.Audio(path, sample_rate) for name, path in files.items()}, step=step)
 
     @on_main_process
     def log_videos(self, values: dict[str, Any], step: int | None = None, fps: float = 4) -> None:
         """Log video."""
         with tempfile.TemporaryDirectory() as folder:
             files = {name: _put(folder, "gif", media.gif(value, fps)) for name, value in values.items()}
-            self.run.log({name: self._wandb.Video(path, format="gif") for name, path in files.items()}, step=step)
+            self.run.log({name: self._package.Video(path, format="gif") for name, path in files.items()}, step=step)
 
     @on_main_process
     def log_histograms(self, values: dict[str, Any], step: int | None = None, bins: int = 64) -> None:
         """Log distributions of tensors or arrays."""
-        kind = self._wandb.Histogram
+        kind = self._package.Histogram
         found = {name: kind(array_of(value).reshape(-1), num_bins=bins) for name, value in values.items()}
         self.run.log(found, step=step)
 
@@ -117,19 +104,19 @@ class WandBTracker(GeneralTracker):
     ) -> None:
         """Log a table."""
         names, rows = media.columns_and_rows(columns, data, dataframe)
-        self.run.log({table_name: self._wandb.Table(columns=names, data=plain(rows))}, step=step, **kwargs)
+        self.run.log({table_name: self._package.Table(columns=names, data=plain(rows))}, step=step, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
         """Log a file as an artifact; `artifact_path` is its name."""
-        artifact = self._wandb.Artifact(_OTHER.sub("-", artifact_path or Path(local_path).name), type="file")
+        artifact = self._package.Artifact(_OTHER.sub("-", artifact_path or Path(local_path).name), type="file")
         artifact.add_file(str(local_path))
         self.run.log_artifact(artifact)
 
     @on_main_process
     def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
         """Log a folder as an artifact; `artifact_path` is its name."""
-        artifact = self._wandb.Artifact(_OTHER.sub("-", artifact_path or Path(local_dir).name), type="folder")
+        artifact = self._package.Artifact(_OTHER.sub("-", artifact_path or Path(local_dir).name), type="folder")
         artifact.add_dir(str(local_dir))
         self.run.log_artifact(artifact)
 
@@ -138,7 +125,7 @@ class WandBTracker(GeneralTracker):
         self, path: str | os.PathLike[str], aliases: Sequence[str] = (), step: int | None = None
     ) -> None:
         """Log a checkpoint as a version of the artifact `model-<run id>`, with aliases."""
-        artifact = self._wandb.Artifact(f"model-{self.run_id}", type="model", metadata={"step": step})
+        artifact = self._package.Artifact(f"model-{self.run_id}", type="model", metadata={"step": step})
         artifact.add_dir(str(path))
         self.run.log_artifact(artifact, aliases=list(aliases))
 
@@ -147,10 +134,13 @@ class WandBTracker(GeneralTracker):
         """Return the steps that earlier parts of the run have; online, all before the one where the run goes on."""
         if not self.run.offline:
             return range(self.run.starting_step) if self.run.resumed else ()
-        if self._history is None:
-            here = Path(self.run.dir).parent.resolve()
-            self._history = _steps(file for file in files(here.parent, self.run_id) if file.parent.resolve() != here)
-        return self._history.get(name, ())
+        return super().logged_steps(name)
+
+    def _earlier(self) -> Iterator[tuple[str, int]]:
+        here = Path(self.run.dir).parent.resolve()
+        for path in files(here.parent, self.run_id):
+            if path.parent.resolve() != here:
+                yield from ((name, int(row.get("_step", 0))) for row in history(path) for name in row)
 
     @on_main_process
     def fail(self, error: str) -> None:
@@ -212,15 +202,6 @@ def _records(data: bytes) -> Iterator[Any]:
             record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
             record.ParseFromString(parts)
             yield record
-
-
-def _steps(files: Iterator[Path]) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
-    for path in files:
-        for row in history(path):
-            for name in row:
-                found.setdefault(name, set()).add(int(row.get("_step", 0)))
-    return found
 
 
 def _taken(value: Any) -> Any:
