@@ -53,6 +53,8 @@ class Strategy:
     reads_parts = False  # of weights and optimizer states it reads only what this process holds
     inference_mode = True  # evaluations may run in torch.inference_mode; else in torch.no_grad
     equal_forwards = False  # every rank needs the same number of forwards, in evaluations too
+    device_type: str | None = None  # the only kind of device that the engine has, if there is only one
+    takes_parallelism = False  # a ParallelismConfig may come beside the engine's name, to which it adds degrees
 
     def __init__(self) -> None:
         self.world = World()
@@ -256,6 +258,9 @@ class Strategy:
     def join(self, joinables: list[Any], **options: Any) -> Any:
         """Returns the context in which processes that ran out of batches take part in the others' reductions."""
         return NOTHING
+
+    def flush(self) -> None:
+        """Computes what an engine may only have recorded so far; called before values are read."""
 
     def before_evaluation(self, model: Any) -> None:
         """Makes a model the same on all processes, where training leaves buffers different (collective)."""

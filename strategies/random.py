@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
 _seed: int | None = None
 _outer: list[Any] = []  # states that `preserved` will put back, the outermost first
+_generators: dict[str, Any] = {}  # of kinds of devices whose generators torch does not know
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -34,8 +35,20 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(own)
     np.random.seed(own % (1 << 32))
     torch.manual_seed(own)
+    for generator in _generators.values():
+        generator.manual_seed(own)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def register(kind: str, generator: Any) -> None:
+    """Let seeds and states include a kind of device that torch has no module for; it begins with torch's seed.
+
+    `generator` has `manual_seed`, `get_rng_state` and `set_rng_state` as torch's device modules do.
+    """
+    if kind not in _generators:
+        generator.manual_seed(torch.initial_seed())
+    _generators[kind] = generator
 
 
 def run_seed() -> int:
@@ -140,7 +153,9 @@ class _Snapshot:
         self.python: Any = random.getstate()
         self.kind, self.device = "", None
         target = torch.device("cpu" if device is None else device)
-        module: Any = None if target.type in ("cpu", "meta") else torch.get_device_module(target)
+        module: Any = _generators.get(target.type)
+        if module is None and target.type not in ("cpu", "meta", "xla"):
+            module = torch.get_device_module(target)
         if hasattr(module, "get_rng_state"):
             self.kind, self._module = target.type, module
             self._where = () if target.type == "mps" else (target,)  # mps has one generator and takes no device

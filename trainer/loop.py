@@ -62,6 +62,7 @@ class FitLoop:
         self.step = choose_step(self)
         self._schedule = session.trainer.schedule
         self._world = session.trainer.accelerator.world
+        self._flush = session.trainer.accelerator.strategy.flush
         self._alone = self._world.size == 1
         self.votes = not self._alone and self._world.agree(may_leave(session))  # whether ranks do before each batch
         self._row_at: float = 0
@@ -204,6 +205,7 @@ class FitLoop:
         """Reduce and hand out the values of the last step."""
         self._logged_at = self.progress.step
         self._set_next_row()
+        self._flush()
         self.publish(self.metrics.reduce_step("train", self.progress.step))
 
     def publish(self, row: dict[str, float]) -> None:

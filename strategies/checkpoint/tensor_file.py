@@ -73,8 +73,8 @@ def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
         problem = unstorable(tensor) if isinstance(name, str) and name != "__metadata__" else "a name for no tensor"
         if problem:
             raise TypeError(f"Expected dense tensors with names. Received: {name}: {problem}.")
-        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(),
-                tensor.is_neg())  # fmt: skip
+        place = tensor.data_ptr() or id(tensor)  # XLA's tensors have no address
+        view = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         first = seen.setdefault(view, name) if tensor.numel() else name
         if first == name:
             unique[name] = tensor
