@@ -203,6 +203,8 @@ class Engine:
 
     def holders(self) -> list[Any]:
         """Returns what holds the gradients that a window has so far, each as its `grad`."""
+        if self.pending is not None:  # those of the last run are not settled yet
+            return [SimpleNamespace(grad=one) for one in self._aside or []]
         return [] if self.fresh or not self.trains else [SimpleNamespace(grad=one.grad_data) for one in self.buffers()]
 
     def forget(self) -> None:

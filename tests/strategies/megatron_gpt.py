@@ -90,12 +90,13 @@ class Batch:
 
     def __init__(self, batch: torch.Tensor) -> None:
         self.inputs = inputs(batch)
+        self.mask = (batch[:, 1:] != 0).float()  # token 0 is never to be predicted: samples count differently
 
     def run(self, chunk: Any) -> Any:
         return chunk(**self.inputs)
 
     def loss(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return output.float().sum(), torch.tensor(float(output.numel()))
+        return (output.float() * self.mask).sum(), self.mask.sum()
 
 
 class Tiny:
