@@ -7,6 +7,8 @@ says nothing about streams or kernels.
 from __future__ import annotations
 
 import functools
+import importlib
+import warnings
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -168,20 +170,24 @@ def cell(name: str, *, timeout: float = 170, **options: Any) -> dict[str, Any]:
     return found[0]
 
 
+def plain(**options: Any) -> dict[str, Any]:
+    """The same on one process by torch alone."""
+    return run(lambda rank: parallel_cells.train(module=Plain(), **options), 1, group=False, timeout=170)[0]
+
+
 @functools.cache
 def _reference(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return run(lambda rank: parallel_cells.train(module=Plain(), **dict(options)), 1, group=False, timeout=170)[0]
+    return plain(**dict(options))
 
 
 def reference(**options: Any) -> dict[str, Any]:
-    """The same on one process by torch alone; computed once for the same options."""
+    """What `plain` returns, computed once for the same options."""
     return _reference(tuple(sorted(options.items())))
 
 
 def preload() -> None:
     """Import megatron-core once, in the parent of all ranks."""
-    import megatron.core.models.bert.bert_model
-    import megatron.core.models.gpt
-    import megatron.core.models.T5
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells what else could be installed
+        for name in ("models.bert.bert_model", "models.gpt", "models.T5", "optimizer", "pipeline_parallel.schedules"):
+            importlib.import_module(f"megatron.core.{name}")
