@@ -14,7 +14,7 @@ from . import launch_file
 from .sources import plain_errors
 
 _PACKAGES = ("numpy", "torchmetrics", "tensorboard", "safetensors", "jsonargparse", "torchao", "torchdata", "deepspeed",
-             "transformers", "accelerate")  # fmt: skip
+             "megatron-core", "torch_xla", "transformers", "accelerate")  # fmt: skip
 
 
 def main(command: str, args: Sequence[str]) -> int:

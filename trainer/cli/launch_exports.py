@@ -130,7 +130,10 @@ def _of_deepspeed(launch: Launch) -> dict[str, str]:
 
 
 def _of_xla(launch: Launch) -> dict[str, str]:
+    """Return what torch_xla reads itself.
+
+    Not XLA_USE_BF16, which would make weights and optimizer states bfloat16 in silence: precision is the engine's.
+    """
     device = environment.child_environment().get("PJRT_DEVICE") or ("CPU" if launch["cpu"] else "TPU")
-    if launch["mixed_precision"] != "bf16" or device != "TPU":
-        return {"PJRT_DEVICE": device}
-    return {"PJRT_DEVICE": device, "XLA_DOWNCAST_BF16" if launch["downcast_bf16"] else "XLA_USE_BF16": "1"}
+    downcast = launch["mixed_precision"] == "bf16" and device == "TPU" and launch["downcast_bf16"]
+    return {"PJRT_DEVICE": device, **({"XLA_DOWNCAST_BF16": "1"} if downcast else {})}

@@ -14,6 +14,7 @@ from typing import Any
 
 from .launch import check_engines, complete, start
 from .launch_arguments import parse, resolve
+from .launch_exports import used_engines
 from .reporting import log_to_stderr
 from .sources import plain_errors
 
@@ -29,7 +30,7 @@ def main(command: str, args: Sequence[str]) -> int:
         launch = resolve(parse([*named, "-m", __spec__.name]))
         asked = launch.given("num_processes")
         launch = complete(launch)
-        if not asked and launch["num_processes"] == 1:
+        if not asked and launch["num_processes"] == 1 and "TPU (XLA)" not in used_engines(launch):
             launch = complete(launch.with_value("cpu", True, prog).with_value("num_processes", 2, prog))
         check_engines(launch)
         log_to_stderr()
