@@ -6,6 +6,7 @@ Imported when a model is built, as it needs the package.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.T5 import T5Model, t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -203,7 +205,7 @@ def _copied(spec: Any) -> Any:
 
 
 def _finished(chunk: Any, architecture: Any) -> Any:
-    """The chunk with its dropout of embeddings, and an output layer that never predicts padding of the vocabulary."""
+    """The chunk with its dropout of embeddings, and an output layer that never predicts padding."""
     embedding = getattr(chunk, "embedding", None)
     rate = architecture.embedding_dropout
     if embedding is not None and (rate is not None or architecture.post_norm):
@@ -211,11 +213,21 @@ def _finished(chunk: Any, architecture: Any) -> Any:
         embedding.embedding_dropout.p = 0.0 if architecture.post_norm else rate
         for layer in chunk.encoder.layers if architecture.post_norm else ():
             layer.first_dropout = rate
+    for module in () if is_transformer_engine_available() else chunk.modules():
+        if isinstance(module, TopKRouter):
+            module.gating = functools.partial(_route, module)
     if chunk.post_process and architecture.padded_vocab_size(chunk.config.tensor_model_parallel_size) > (
         architecture.vocab_size
     ):
         chunk.output_layer.register_forward_hook(_without_padding(architecture.vocab_size))
     return chunk
+
+
+def _route(router: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Scores of experts, in the router's precision; megatron-core 0.16's own need Transformer Engine."""
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, hidden.dtype)
+    bias = None if router.bias is None else router.bias.to(dtype)
+    return torch.nn.functional.linear(hidden.to(dtype), router.weight.to(dtype), bias)
 
 
 def _without_padding(vocab_size: int) -> Any:

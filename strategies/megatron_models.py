@@ -94,8 +94,8 @@ class Architecture:
         for name, value in engine.items():
             if name in fields and fields[name] != value:
                 raise ValueError(
-                    f"Expected {name} once. Received: {name}={fields[name]!r} of the model and {value!r} of the engine. "
-                    "Leave one out."
+                    f"Expected {name} once. Received: {name}={fields[name]!r} of the model and {value!r} of the engine."
+                    " Leave one out."
                 )
         activation = fields.get("activation_func")
         if isinstance(activation, str):
@@ -173,8 +173,8 @@ def _plain(config: dict[str, Any], kind: str) -> Architecture:
             )
         if name in _ABSENT and config[name]:
             raise ValueError(
-                f"Expected a model of kind {kind!r}. Received: {name}={config[name]!r}. Build it with megatron-core, and "
-                "give MegatronStrategy the function that does."
+                f"Expected a model of kind {kind!r}. Received: {name}={config[name]!r}. Build it with megatron-core, "
+                "and give MegatronStrategy the function that does."
             )
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "sequence_length")
                if name not in config]  # fmt: skip
