@@ -138,7 +138,7 @@ class WandBTracker(ServiceTracker):
 
     def _earlier(self) -> Iterator[tuple[str, int]]:
         here = Path(self.run.dir).parent.resolve()
-        for path in files(here.parent, self.run_id):
+        for path in files(here.parent, str(self.run_id)):
             if path.parent.resolve() != here:
                 yield from ((name, int(row.get("_step", 0))) for row in history(path) for name in row)
 
