@@ -92,8 +92,13 @@ def device_count() -> int:
 
 
 def sync() -> None:
-    """Hands over what was recorded, and returns before it is computed."""
+    """Hands over what was recorded, and returns before it is computed; random states stay as they are.
+
+    torch_xla gives the device another seed each time, so that what is drawn would depend on when values are read.
+    """
+    seed = _seed()
     package().sync()
+    Generator.manual_seed(seed)
 
 
 def on_cpu(values: Iterable[Any]) -> list[Any]:
@@ -108,6 +113,10 @@ def on_cpu(values: Iterable[Any]) -> list[Any]:
     return [found.get(id(value), value) for value in values]
 
 
+def _seed() -> int:
+    return int(part("core.xla_model").get_rng_state()) & (2**64 - 1)
+
+
 class Generator:
     """The random states of the XLA device, as torch's device modules offer theirs; a number of 64 bits each."""
 
@@ -119,8 +128,7 @@ class Generator:
     @staticmethod
     def get_rng_state(device: Any = None) -> Tensor:
         """Returns the state, without waiting for the device."""
-        state = int(part("core.xla_model").get_rng_state())
-        return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
+        return torch.tensor(list(_seed().to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def set_rng_state(state: Tensor, device: Any = None) -> None:

@@ -86,8 +86,11 @@ class Loop:
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
 
-    def run(self, most: int | None = None, each: Any = None) -> Loop:
-        """Train an epoch or what is left of it, `most` batches at most; `each(number)` is called before each."""
+    def run(self, most: int | None = None, each: Any = None, after: Any = None) -> Loop:
+        """Train an epoch or what is left of it, `most` batches at most.
+
+        `each(number)` is called before each batch is trained, `after(number)` when it was.
+        """
         accelerator = self.accelerator
         for number, (x, y) in enumerate(self.loader):
             if number == most:
@@ -103,6 +106,8 @@ class Loop:
                 self.schedule.step()
                 self.optimizer.zero_grad()
             self.losses.append(loss.detach())
+            if after is not None:
+                after(number)
         return self
 
     def result(self) -> dict[str, Any]:
@@ -114,7 +119,8 @@ class Loop:
     def optimizer_state(self) -> dict[str, Any]:
         """Return Adam's moments by parameter names."""
         names = {id(parameter): name for name, parameter in self.accelerator.unwrap_model(self.model).named_parameters()}
-        return self.accelerator.strategy.optimizer_state(self.optimizer, names)["state"]
+        state = self.accelerator.strategy.optimizer_state(self.optimizer, names)["state"]
+        return {name: {key: value.clone() for key, value in values.items()} for name, values in state.items()}
 
 
 def trained(strategy: Any, *, devices: int = 1, most: int | None = None, **options: Any) -> dict[str, Any]:
