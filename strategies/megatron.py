@@ -40,6 +40,7 @@ from .megatron_plugin import MegatronLMPlugin
 from .megatron_precision import MegatronPrecision
 from .megatron_saving import MegatronState
 from .megatron_scheduler import MegatronLMDummyScheduler, MegatronLMSchedulerWrapper
+from .megatron_state_parts import locals_of
 from .optimizer import AcceleratedOptimizer, unwrap_optimizer
 from .pipelined import Recorder
 from .precision import Precision
@@ -212,6 +213,7 @@ class MegatronStrategy(MegatronState):
             self._loops.append(model)
         found = _model_of(model)
         found.build()
+        locals_of(found.chunks)  # refuses layers that no checkpoint could hold, before hours of training
         trains = not evaluation and any(parameter.requires_grad for parameter in found.parameters())
         chunks = data_parallel(list(found.chunks), found.config, self.plugin, self.fields, trains=trains)
         engine = Engine(

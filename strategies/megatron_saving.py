@@ -88,9 +88,12 @@ class MegatronState(ProcessGroupStrategy):
 
     def save_optimizer(self, writer: Any, optimizer: Any, names: Mapping[int, str], *, stem: str) -> None:
         engine = self._of_optimizer(optimizer)
-        states.save_optimizer(writer, engine, states.prefix_of(names, engine), stem=stem)
+        prefix, without = states.prefix_of(names, engine), bool(self.plugin.no_save_optim)
+        states.save_optimizer(writer, engine, prefix, stem=stem, without=without)
 
     def load_optimizer(self, checkpoint: Any, optimizer: Any, names: Mapping[int, str], *, stem: str) -> None:
+        if self.plugin.no_load_optim:
+            return
         engine = self._of_optimizer(optimizer)
         states.load_optimizer(checkpoint, engine, states.prefix_of(names, engine), stem=stem, world=self.world)
 

@@ -59,6 +59,7 @@ def parts(module: nn.Module, engine: Any, *, master: bool) -> dict[str, Any]:
                 found[local.name] = local.pieces(elsewhere, 0)
         for one in trained(engine, own):
             found[one.local.name] = one.local.pieces(one.main, one.first)
+    found |= {name: found[local.name] for local in own for name in local.also}
     state = module.state_dict()
     return found | {name: value for name, value in state.items() if not name.startswith(f"{prefix}chunks.")}
 
@@ -83,7 +84,7 @@ def load_weights(module: nn.Module, engine: Any, source: Source, *, world: World
     there = set(source.names())
     rest = {name for name in module.state_dict() if not name.startswith(f"{prefix}chunks.")}
     known = [(local, local.known_as(there)) for local in own]
-    mine = {name for _, name in known if name is not None} | rest
+    mine = {name for local, name in known if name is not None for name in (name, *local.also)} | rest
     taken = {name for names in world.gather_object(mine) for name in names}
     missing = [local.name for local, name in known if name is None] + sorted(rest - there)
     result = _IncompatibleKeys(missing, [name for name in there if name not in taken])
@@ -130,9 +131,10 @@ def gathered(state: Mapping[str, Any], world: World) -> dict[str, Any]:
 # Optimizer states
 
 
-def save_optimizer(writer: Any, engine: Any, prefix: str, *, stem: str) -> None:
-    """Writes the state of the engine's optimizer by names of the whole model; every rank has to call this."""
-    save_sharded_state(writer, stem, optimizer_parts(engine, prefix))
+def save_optimizer(writer: Any, engine: Any, prefix: str, *, stem: str, without: bool = False) -> None:
+    """Writes the state of the engine's optimizer, or the groups `without` it; every rank has to call this."""
+    tree = optimizer_parts(engine, prefix)
+    save_sharded_state(writer, stem, {**tree, "state": {}} if without else tree)
 
 
 def optimizer_parts(engine: Any, prefix: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,12 @@ from .checkpoint.pieces import Box, Pieces, boxes_between, overlap, within
 
 _LAYER = re.compile(r"^(.*?layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.local_experts\.)\d+(\..*)$")
+_GROUPED = re.compile(r"^(.*\.experts\.)(linear_fc\d\.(?:weight|bias))\d+$")  # of Transformer Engine
+_OF_TOKENS = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")  # a row for each, also T5's own
+_REARRANGED = (
+    "Expected layers whose checkpoints hold their weights as they are. Received: {name}, which Megatron rearranges. Use "
+    "moe_grouped_gemm=False, or Transformer Engine."
+)
 # What Transformer Engine's layers call the norms that Megatron's own layers have beside them.
 _NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
 
@@ -46,6 +52,7 @@ class Local:
 
     `blocks` are boxes of it, each with where it begins in the whole: several for fused layers. `spare`: another rank of
     the same replica has the same and saves it. `flexible`: the whole may have another length, where a vocabulary is padded.
+    `also`: further names, where a module is held twice.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Local:
     blocks: tuple[tuple[Box, tuple[int, ...]], ...]
     spare: bool = False
     flexible: bool = False
+    also: tuple[str, ...] = ()
 
     def pieces(self, tensor: Tensor, first: int | None = None, *, saved: bool = True) -> Pieces:
         """Returns the parts that a tensor like this one shows, or of its elements one after the other from `first` on.
@@ -104,7 +112,7 @@ class Local:
 
     def known_as(self, names: Iterable[str]) -> str | None:
         """Returns the name under which a checkpoint has this tensor: norms have two."""
-        return next((name for name in (self.name, *_renamed(self.name)) if name in names), None)
+        return next((name for name in (self.name, *_renamed(self.name), *self.also) if name in names), None)
 
 
 def locals_of(chunks: Iterable[Any], prefix: str = "", *, vocabulary: int | None = None) -> list[Local]:
@@ -116,15 +124,15 @@ def locals_of(chunks: Iterable[Any], prefix: str = "", *, vocabulary: int | None
     Raises:
         ValueError: a layer keeps its weights in another form than its checkpoints.
     """
-    found: dict[str, Local] = {}
+    found: dict[int, Local] = {}
     for chunk in chunks:
         for key, value in chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
             if type(value).__name__ == "ShardedObject":
                 continue
             local = _local(key, value, prefix, vocabulary)
-            if local.name not in found or found[local.name].spare:
-                found[local.name] = local
-    return list(found.values())
+            first = found.get(id(local.tensor))
+            found[id(local.tensor)] = local if first is None else replace(first, also=(*first.also, local.name))
+    return sorted(found.values(), key=lambda local: not local.spare)  # of two with a name the last one counts
 
 
 def _local(key: str, value: Any, prefix: str, vocabulary: int | None) -> Local:
@@ -132,7 +140,8 @@ def _local(key: str, value: Any, prefix: str, vocabulary: int | None) -> Local:
     before = parts[0].prepend_axis_num
     copy, *rest = value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)
     name = value.key if copy else _whole_name(key, value.key, parts[0].global_offset[:before])
-    shape, flexible = tuple(parts[0].global_shape[before:]), any(part.allow_shape_mismatch for part in parts)
+    shape = tuple(parts[0].global_shape[before:])
+    flexible = any(part.allow_shape_mismatch for part in parts) or bool(_OF_TOKENS.search(name))
     if flexible and vocabulary is not None:
         shape = (min(vocabulary, shape[0]), *shape[1:])
     blocks = tuple((_box(part, value.data, name), tuple(part.global_offset[before:])) for part in parts)
@@ -154,10 +163,7 @@ def _box(part: Any, whole: Tensor, name: str) -> Box:
         return (0,) * len(sizes), sizes
     same = data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and data.stride() == whole.stride()
     if not same or not whole.is_contiguous():
-        raise ValueError(
-            f"Expected a layer whose checkpoints hold its weights as they are. Received: {name}, which Megatron "
-            "rearranges. Use moe_grouped_gemm=False."
-        )
+        raise ValueError(_REARRANGED.format(name=name))
     rest = (data.data_ptr() - whole.data_ptr()) // whole.element_size()
     offsets = []
     for stride in whole.stride():
@@ -171,8 +177,14 @@ def _whole_name(key: str, theirs: str, places: tuple[int, ...]) -> str:
     here, there = _LAYER.match(key), _LAYER.match(theirs)
     if here and there and here[1] == there[1]:
         key = f"{here[1]}{there[2]}{here[3]}"
-    expert = _EXPERT.match(key)
-    return f"{expert[1]}{places[-1]}{expert[2]}" if expert and places else key
+    if not places:
+        return key
+    expert, grouped = _EXPERT.match(key), _GROUPED.match(key)
+    if grouped:
+        return f"{grouped[1]}local_experts.{places[-1]}.{grouped[2]}"
+    if expert is None:
+        raise ValueError(_REARRANGED.format(name=key))
+    return f"{expert[1]}{places[-1]}{expert[2]}"
 
 
 def _renamed(name: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 from drivetrain import Accelerator, MegatronLMDummyScheduler, MegatronModel, MegatronStrategy  # noqa: E402
 from drivetrain.strategies.checkpoint import Checkpoint  # noqa: E402
 from drivetrain.strategies.contents import load_module, load_state  # noqa: E402
+from drivetrain.strategies.megatron_models import architecture  # noqa: E402
 from drivetrain.tests.conformance.megatron_cells import FIELDS, fill, preload  # noqa: E402
 from drivetrain.tests.conformance.parallel_cells import Tokens  # noqa: E402
 from drivetrain.tests.strategies.megatron_cpu import OnCPU  # noqa: E402
@@ -31,7 +32,7 @@ preload()
 class Run:
     """A model in training by a loop of Accelerate's kind, on this rank."""
 
-    def __init__(self, fields: dict[str, Any], *, groups: int = 1, precision: str = "no", **options: Any) -> None:
+    def __init__(self, fields: Any, *, groups: int = 1, precision: str = "no", **options: Any) -> None:
         self.accelerator = Accelerator(cpu=True, strategy=MegatronStrategy(**options), mixed_precision=precision)
         model = MegatronModel(fields)
         fill(model.chunks)
@@ -178,6 +179,22 @@ def test_experts_that_ranks_share_go_over(first, second, tmp_path):
     expected, *others = going_on(experts=True)
     assert max(float((weights[name] - value).abs().max()) for name, value in expected.items()) < 1e-6
     assert rest[:2] == pytest.approx(others[:2], rel=1e-5)
+
+
+def test_a_module_that_is_held_twice_is_saved_once(tmp_path):
+    """T5's own output layer has two names."""
+    fields = architecture({**SMALL, "positions": "relative", "tied": False}, "t5")
+
+    def rank(index: int, **options: Any) -> Any:
+        made = Run(fields, **options)
+        made.accelerator.save_state(tmp_path / "c") if options else made.accelerator.load_state(tmp_path / "c")
+        return made.whole()
+
+    whole = on_ranks(functools.partial(rank, tp_degree=2))[0]
+    stored = load_module(Checkpoint.open(tmp_path / "c"))
+    assert stored["output_layer.weight"] is stored["lm_head.output_layer.weight"]
+    again = on_ranks(rank, 1)[0]
+    assert set(again) == set(whole) and all(torch.equal(again[name], value) for name, value in whole.items())
 
 
 def test_padding_of_a_vocabulary_is_no_part_of_the_model(tmp_path):
