@@ -15,7 +15,7 @@ from drivetrain.tests.distributed import RankFailed, run
 pytest.importorskip("megatron.core")
 
 from drivetrain import Accelerator, MegatronLMDummyScheduler, MegatronModel, MegatronStrategy  # noqa: E402
-from drivetrain.strategies.checkpoint import Checkpoint  # noqa: E402
+from drivetrain.strategies.checkpoint import Checkpoint, merging  # noqa: E402
 from drivetrain.strategies.contents import load_module, load_state  # noqa: E402
 from drivetrain.strategies.megatron_models import architecture  # noqa: E402
 from drivetrain.tests.conformance.megatron_cells import FIELDS, fill, preload  # noqa: E402
@@ -103,6 +103,9 @@ def test_a_checkpoint_has_the_whole_model_by_its_own_names_and_no_pickle(tmp_pat
     moments = state["state"]["decoder.layers.1.mlp.linear_fc2.weight"]
     assert float(moments["step"]) == 2 and moments["exp_avg"].shape == moments["exp_avg_sq"].shape == (16, 32)
     assert checkpoint.has("rank-00001-megatron.json")
+    merging.merge(merging.find(tmp_path / "c"), tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert set(merged) == set(weights) and all(torch.equal(merged[name], value) for name, value in weights.items())
     parts = checkpoint.json("model.shards.json")["tensors"]["decoder.layers.0.mlp.linear_fc1.weight"]["parts"]
     assert sorted(part[1:] for part in parts) == [[[0, 0], [16, 16]], [[16, 0], [16, 16]]]
 
@@ -134,6 +137,29 @@ def test_a_model_is_saved_as_others_read_it_and_loaded_again(tmp_path):
         stored |= load_file(file)
     assert set(stored) == set(whole) == set(again) and len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     assert all(torch.equal(stored[name], value) and torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_states_of_the_optimizer_are_left_out_where_the_options_say_so(tmp_path):
+    def rank(index: int, folder: str, **options: Any) -> Any:
+        made = Run(SMALL, use_distributed_optimizer=True, **options)
+        made.step(0)
+        made.accelerator.save_state(tmp_path / folder)
+
+    on_ranks(functools.partial(rank, folder="without", no_save_optim=True))
+    on_ranks(functools.partial(rank, folder="with"))
+    state = load_state(Checkpoint.open(tmp_path / "without"), "optimizer-0")
+    assert state["state"] == {} and len(state["param_groups"][0]["params"]) == 28
+
+    def steps(index: int, folder: str, **options: Any) -> Any:
+        made = Run(SMALL, use_distributed_optimizer=True, **options)
+        made.accelerator.load_state(tmp_path / folder)
+        made.step(1)
+        inner = made.accelerator.strategy.engine_of(made.model).optimizer.chained_optimizers[0].optimizer
+        return {float(state["step"]) for state in inner.state.values()}
+
+    assert on_ranks(functools.partial(steps, folder="without")) == [{1.0}] * 2
+    assert on_ranks(functools.partial(steps, folder="with", no_load_optim=True)) == [{1.0}] * 2
+    assert on_ranks(functools.partial(steps, folder="with")) == [{2.0}] * 2
 
 
 # From one arrangement to another
