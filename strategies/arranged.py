@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,11 @@ class Arranged(ProcessGroupStrategy):
     def loss_world(self) -> World:
         return self.world if self._layout is None else self._layout.loss
 
+    @property
+    def layer_world(self) -> World | None:
+        """The ranks that have different layers of the model; None where each has all of them."""
+        return None
+
     def _draw_alike(self) -> None:
         """Ranks that share each layer draw the same random numbers: each of them computes the whole's dropout."""
         seed = self.layout.world("tp").broadcast_object(torch.initial_seed())
@@ -77,32 +83,51 @@ class Arranged(ProcessGroupStrategy):
     def divided_buffers(self, buffers: list[Any], dims: list[int], kept: set[Any]) -> Any:
         return NOTHING if self.sequences is None else self.sequences.buffers(buffers, dims, kept)
 
-    def divide(self, model: torch.nn.Module) -> None:
-        """Shares layers out over the mesh, in place; weights are the first process's."""
+    def synchronize(self, model: torch.nn.Module) -> None:
+        """Gives every rank the first one's weights, where they are whole."""
+        tensors = [*model.parameters(), *model.buffers()]
+        plain = [one.detach() for one in tensors if not (one.is_meta or isinstance(one, DTensor))]
+        initial_weights.synchronize(plain, self.world)
+
+    def divide(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Shares layers and experts out over the mesh, in place; returns the experts' parameters.
+
+        All ranks have the same weights.
+        """
         if self.sequences is not None:
             self.sequences.look_at(model)
         if self.parallelism.tp_enabled and self.parallelism.tp_handler is not None:
             from .tensor_parallel import parallelize
 
-            tensors = [*model.parameters(), *model.buffers()]
-            plain = [one.detach() for one in tensors if not (one.is_meta or isinstance(one, DTensor))]
-            initial_weights.synchronize(plain, self.world)
             parallelize(model, self.layout.submesh("tp"), self.parallelism.tp_handler)
+        return self._share_experts(model)
+
+    def _share_experts(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        if self.parallelism.ep_size == 1:
+            return []
+        from .expert_parallel import parallelize
+
+        return parallelize(model, self.layout.submesh("ep"))
+
+    def expert_shards(self, model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+        """Returns the modules of experts in a model, which are sharded over another mesh, each with that mesh."""
+        if self.parallelism.ep_size == 1:
+            return {}
+        from .expert_parallel import experts_of
+
+        return dict.fromkeys(experts_of(model).values(), self.layout.shards(of_experts=True))
 
     def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
         """Methods see whole sequences in their attention, where they work on parts of them."""
-        function = super().entry(model, method, precision, manual=manual)
+        return self.inside(super().entry(model, method, precision, manual=manual))
+
+    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that computes on parts of sequences, and losses on parts, where ranks share these."""
         if self._divides_losses:
             function = _inside(self._losses, function)
         if self.sequences is None:
             return function
-        sequences = self.sequences
-
-        def on_parts(*args: Any, **kwargs: Any) -> Any:
-            with sequences.step():
-                return function(*args, **kwargs)
-
-        return on_parts
+        return _inside(functools.partial(self.sequences.step, self.layer_world), function)
 
     def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
         with self._attention(), self._losses():  # activations that are computed again need attention, too

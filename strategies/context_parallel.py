@@ -18,6 +18,7 @@ from torch import Tensor
 from .parallel_options import TorchContextParallelConfig
 from .sequence_attention import Exchanged, Gathered, Ring, replaced
 from .tensor_parallel import check_heads
+from .world import World
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 _KINDS = {"cp": "context parallel", "sp": "sequence parallel"}
@@ -69,8 +70,8 @@ class Sequences:
             yield
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """The same around a method that works on a divided batch.
+    def step(self, world: World | None = None) -> Iterator[None]:
+        """The same around a method that works on a divided batch; `world`: the ranks that share its layers.
 
         Raises:
             ValueError: there is no attention in it that could be divided.
@@ -78,7 +79,10 @@ class Sequences:
         self._calls = 0
         with self.attention():
             yield
-        if not self._known and not self._calls:
+        called = self._known or bool(self._calls)
+        if not self._known and world is not None:
+            called = world.agree(called)
+        if not called:
             raise ValueError(
                 f"Expected attention by torch.nn.functional.scaled_dot_product_attention under {_KINDS[self.kind]}. "
                 "Received: a step that never calls it, whose tokens would see a part of their sequence only. Use it."

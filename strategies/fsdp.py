@@ -5,16 +5,13 @@ One dimension of ranks shares the weights; with a second one around it (HSDP) th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from . import initial_weights, replaced_parameters, sharded_gradients, sharding, wrapping
 from .base import Settings, is_scheduler
@@ -30,8 +27,6 @@ from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, TorchDy
 from .sharded_gradients import ShardedScaled
 from .sharded_state import ShardedState
 from .world import World
-
-logger = logging.getLogger(__name__)
 
 
 class FSDPStrategy(ShardedState, ProcessGroupStrategy):
@@ -76,6 +71,12 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
             raise ValueError(
                 f"Expected fsdp_version={self.version}. Received: {plugin.fsdp_version}. Use strategy='fsdp' for "
                 "version 2, 'fsdp1' for version 1."
+            )
+        if parallelism is not None and self.version == 1 and parallelism.non_dp_dim_names:
+            shown = ", ".join(f"{name}_size={parallelism.sizes[name]}" for name in parallelism.active_mesh_dims)
+            raise ValueError(
+                "Expected fsdp_version=2 together with other kinds of parallelism. Received: fsdp_version=1 and "
+                f"{shown}. Set fsdp_version=2."
             )
         self.plugin, self.parallelism = plugin, parallelism
         self.full_state = plugin.full_state
@@ -198,34 +199,27 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         """What other kinds of parallelism do to a model before its weights are sharded."""
 
     def _wrap_forwards(self, model: torch.nn.Module, units: list[Any], dynamo: TorchDynamoPlugin | None) -> None:
-        if self.plugin.activation_checkpointing:
-            if not units:
-                logger.warning("activation_checkpointing has no effect: the model has no units but itself.")
-            sharding.recompute_activations(units)
-        if dynamo is not None and dynamo.active:  # inside of the hooks that gather weights, which are not compiled
-            for part in units or [model]:
-                sharding.replace(part, lambda forward: torch.compile(forward, **dynamo.to_kwargs()))
+        options = dynamo.to_kwargs() if dynamo is not None and dynamo.active else None
+        sharding.wrap_forwards(model, units, recompute=bool(self.plugin.activation_checkpointing), compile=options)
 
     def _shard_model(self, model: torch.nn.Module, units: list[Any], ignored: list[Any]) -> None:
-        plugin, offload = self.plugin, self._offload()
+        plugin = self.plugin
         values = initial_weights.Values(
             model, self.world, function=plugin.param_init_fn, synchronize=plugin.sync_module_states is not False,
             place=torch.device("cpu") if plugin.offloads else self.device, recording=self._recording,
         )  # fmt: skip
         left_out = {id(p): p for module in ignored for p in module.parameters()}
         sharding.shard(
-            model, mesh=self.shard_mesh, units=units, ignored=left_out.values(), before=values.before, offload=offload,
+            model, mesh=self.shard_mesh, units=units, ignored=left_out.values(), before=values.before,
             reshard=plugin.reshard_after_forward, mixed_precision=plugin.mixed_precision_policy,
-            prefetch=bool(plugin.forward_prefetch),
+            prefetch=bool(plugin.forward_prefetch), offload=plugin.offload_on(self.device), apart=self._apart(model),
         )  # fmt: skip
         values.fill()
         self._replicated += [p for p in model.parameters() if id(p) in left_out and p.requires_grad]
 
-    def _offload(self) -> Any:
-        policy = self.plugin.cpu_offload
-        if isinstance(policy, CPUOffloadPolicy) and self.device.type == "cpu":
-            return dataclasses.replace(policy, pin_memory=False)  # there is no accelerator whose copies it could speed
-        return policy
+    def _apart(self, model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+        """Units that are sharded over another mesh than the rest."""
+        return {}
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, precision: Precision, *, place: bool = True
@@ -280,10 +274,7 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
         return result
 
     def gradient_holders(self, models: Iterable[Any]) -> list[Any]:
-        modules = [self.unwrap(model) for model in models]
-        held = [one for module in modules for one in sharding.held_gradients(module)]
-        whole = {id(one.whole) for one in held}  # which may stand in the place of the parameters just now
-        return [p for p in super().gradient_holders(modules) if id(p) not in whole] + held
+        return sharding.holders([self.unwrap(model) for model in models])
 
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return sharded_gradients.clip_norm(parameters, max_norm, norm_type)

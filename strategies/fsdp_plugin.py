@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -155,6 +155,12 @@ class FullyShardedDataParallelPlugin:
         if isinstance(self.cpu_offload, CPUOffload):
             return bool(self.cpu_offload.offload_params)
         return isinstance(self.cpu_offload, CPUOffloadPolicy)
+
+    def offload_on(self, device: torch.device) -> Any:
+        """Returns version 2's policy of offloading for a device."""
+        if isinstance(self.cpu_offload, CPUOffloadPolicy) and device.type == "cpu":
+            return replace(self.cpu_offload, pin_memory=False)  # there is no accelerator whose copies it could speed
+        return self.cpu_offload
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Sets what checkpoints hold of a model: a StateDictType or its name."""

@@ -127,7 +127,8 @@ class ParallelismConfig:
         Raises:
             ValueError: the degrees need DeepSpeed, whose options then have to be given.
         """
-        engine: Strategy = import_module(".parallel", __package__).engine_for(self, plugin)  # which imports this module
+        module = import_module(".parallel_engines", __package__)  # which imports this one
+        engine: Strategy = module.engine_for(self, plugin)
         return engine
 
     def _check(self) -> None:
@@ -142,10 +143,6 @@ class ParallelismConfig:
             self._refuse("one degree of -1 at most", "Give the others as numbers")
         if {"cp", "sp"} <= set(active):
             self._refuse("sequences divided in one way", "Set cp_size=1 or sp_size=1")
-        if "pp" in active and set(active) - {"pp", "dp_replicate"}:
-            self._refuse("pp_size with dp_replicate_size only", "Set the other degrees to 1")
-        if "ep" in active and set(active) - {"ep", "dp_replicate"}:
-            self._refuse("ep_size with dp_replicate_size only", "Set the other degrees to 1")
         if self.cp_backend != "torch":
             raise ValueError(f"Expected cp_backend='torch'. Received: cp_backend={self.cp_backend!r}. Leave it out.")
         if self.sp_backend not in (None, "torch", "deepspeed"):
@@ -247,6 +244,19 @@ class Layout:
         if self.mesh is None or not names:
             return World(self.whole.device)
         return subworld(self.whole, self.submesh(*names).get_group())
+
+    def shards(self, *, of_experts: bool = False) -> Any:
+        """Returns the mesh over which FSDP shards: one dimension, or replicas and shards; None without shards.
+
+        Experts have other ranks already, and are sharded among those that hold the same ones.
+        """
+        names = self.config._active("dp_shard", *(() if of_experts else ("ep",)), "cp", "sp")
+        if self.mesh is None or not names:
+            return None
+        shards = self.submesh(*names)
+        if not self.config.dp_replicate_enabled:
+            return shards
+        return self.mesh["dp_replicate", shards.mesh_dim_names[0]]
 
     def submesh(self, *dimensions: str) -> Any:
         """Returns the mesh of the ranks along these dimensions, as one dimension."""

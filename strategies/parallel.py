@@ -6,7 +6,7 @@ averaged over them after each window. Where weights are sharded as well, FSDP ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from . import initial_weights, replaced_parameters, sharded_gradients
 from .arranged import Arranged
-from .base import Settings, Strategy, is_scheduler
+from .base import Settings, is_scheduler
 from .environment import Placement
 from .gradient_mean import GradientMean
 from .mesh import ParallelismConfig
@@ -23,48 +23,6 @@ from .precision import Precision
 from .settings import AutocastKwargs, DistributedType, GradScalerKwargs, TorchDynamoPlugin
 from .sharded_state import ShardedState
 from .world import World
-
-
-def engine_for(parallelism: ParallelismConfig, plugin: Any = None) -> Strategy:
-    """Returns the engine for these degrees; `plugin` are the options of FSDP, if some were given.
-
-    Raises:
-        ValueError: the degrees need DeepSpeed, or options of FSDP come without anything to shard over.
-    """
-    if parallelism.sp_backend == "deepspeed" and parallelism.sp_enabled:
-        raise ValueError(
-            f"Expected deepspeed_plugin for sp_backend='deepspeed'. Received: sp_size={parallelism.sp_size} without "
-            "one. Pass a DeepSpeedPlugin, or sp_backend='torch'."
-        )
-    active = tuple(parallelism.active_mesh_dims)
-    if "pp" in active:
-        from .pipeline import PipelineStrategy
-
-        return PipelineStrategy(parallelism=parallelism)
-    if plugin is not None or parallelism.dp_shard_enabled:
-        return _sharding_engine(parallelism, plugin, active)
-    kinds: dict[tuple[str, ...], type[ParallelStrategy]] = {
-        ("tp",): TensorParallelStrategy, ("cp",): ContextParallelStrategy, ("sp",): SequenceParallelStrategy,
-        ("ep",): ExpertParallelStrategy,
-    }  # fmt: skip
-    kind: Any = kinds.get(active, ParallelStrategy)
-    return kind(parallelism=parallelism)
-
-
-def _sharding_engine(parallelism: ParallelismConfig, plugin: Any, active: tuple[str, ...]) -> Strategy:
-    if not set(active) & {"dp_shard", "cp", "sp"}:
-        raise ValueError(
-            "Expected dp_shard_size of 2 or more (or -1), as FSDP's options are given. Received: "
-            f"{', '.join(f'{name}_size={parallelism.sizes[name]}' for name in active) or 'all degrees 1'}. Set it, or "
-            "leave the options out."
-        )
-    if set(active) <= {"dp_replicate", "dp_shard"}:
-        from .fsdp import FSDPStrategy
-
-        return FSDPStrategy(plugin, parallelism=parallelism)
-    from .parallel_fsdp import ParallelFSDPStrategy
-
-    return ParallelFSDPStrategy(plugin, parallelism=parallelism)
 
 
 class ParallelStrategy(ShardedState, Arranged):
@@ -90,7 +48,7 @@ class ParallelStrategy(ShardedState, Arranged):
     def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
         world = super()._create_world(placement, device, settings)
         self.gradients = GradientMean(self.layout.loss)
-        self._expert_gradients = GradientMean(self.layout.world("dp_replicate"))
+        self._expert_gradients = GradientMean(self.layout.world("dp_replicate", "cp", "sp"))
         return world
 
     def teardown(self) -> None:
@@ -139,22 +97,19 @@ class ParallelStrategy(ShardedState, Arranged):
         before = replaced_parameters.named([model])
         initial_weights.materialize(model, self.device, None)
         model = super().prepare_model(model, precision, place=place, evaluation=evaluation)
-        initial_weights.synchronize(_plain(model), self.world)
-        self.divide(model)
-        experts = self._share_experts(model)
+        self.synchronize(model)
+        experts = self.divide(model)
         if not evaluation:
-            apart = {id(parameter) for parameter in experts}
-            self.gradients.add(parameter for parameter in model.parameters() if id(parameter) not in apart)
-            self._expert_gradients.add(experts)
+            self._follow_gradients(model.parameters(), experts)
         self._replaced.note(before, model)
         return super().prepare_model(model, Precision(), place=False, evaluation=evaluation, dynamo=dynamo)
 
-    def _share_experts(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        if self.parallelism.ep_size == 1:
-            return []
-        from .expert_parallel import parallelize
-
-        return parallelize(model, self.layout.submesh("ep"))
+    def _follow_gradients(self, parameters: Iterable[Any], experts: Iterable[Any]) -> None:
+        """Takes in what is averaged after each window: experts among themselves, as they have seen all tokens."""
+        apart = {id(parameter) for parameter in experts}
+        parameters = list(parameters)
+        self.gradients.add(parameter for parameter in parameters if id(parameter) not in apart)
+        self._expert_gradients.add(parameter for parameter in parameters if id(parameter) in apart)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, precision: Precision, *, place: bool = True) -> Any:
         self._replaced.follow(optimizer)
@@ -173,8 +128,12 @@ class ParallelStrategy(ShardedState, Arranged):
     def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
         super().backward(loss, precision, **kwargs)
         if self._syncing:
-            self.gradients.reduce()
-            self._expert_gradients.reduce()
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Makes gradients those of all ranks, at a window's end."""
+        self.gradients.reduce()
+        self._expert_gradients.reduce()
 
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return sharded_gradients.clip_norm(parameters, max_norm, norm_type)
@@ -186,11 +145,6 @@ class ParallelStrategy(ShardedState, Arranged):
         """The first process's buffers count, as they do in a checkpoint."""
         for buffer in self.unwrap(model).buffers() if self.world.size > 1 else ():
             self.world.broadcast(buffer)
-
-
-def _plain(model: torch.nn.Module) -> list[torch.Tensor]:
-    tensors = [*model.parameters(), *model.buffers()]
-    return [tensor.detach() for tensor in tensors if not (tensor.is_meta or hasattr(tensor, "device_mesh"))]
 
 
 class TensorParallelStrategy(ParallelStrategy):

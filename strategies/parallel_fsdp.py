@@ -10,8 +10,6 @@ from .arranged import Arranged
 from .fsdp import FSDPStrategy
 from .mesh import ParallelismConfig
 
-_SHARD = ("dp_shard", "cp", "sp")
-
 
 class ParallelFSDPStrategy(Arranged, FSDPStrategy):
     """FSDP over the ranks that see different data or other tokens, with replicas around and divided layers inside.
@@ -32,11 +30,12 @@ class ParallelFSDPStrategy(Arranged, FSDPStrategy):
 
     @property
     def shard_mesh(self) -> Any:
-        shards = self.layout.submesh(*_SHARD)
-        if not self.parallelism.dp_replicate_enabled:
-            return shards
-        return self.mesh["dp_replicate", shards.mesh_dim_names[0]]
+        return self.layout.shards()
 
     def _parallelize(self, model: torch.nn.Module) -> None:
         model.to(self.device)
+        self.synchronize(model)
         self.divide(model)
+
+    def _apart(self, model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+        return self.expert_shards(model)

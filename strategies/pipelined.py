@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from .nested import find_batch_size, recursively_apply
+from .sharding import WholeForPass, holders
 from .world import World
 
 _KINDS = {
@@ -95,7 +96,12 @@ class Pipeline:
         self._inputs: tuple[Any, Any] | None = None
         self._ready: dict[Any, Any] = {}
         self._job: _Job | None = None
+        self._shards = WholeForPass(())
         self.pending: _Gradients | None = None
+
+    def follow_shards(self) -> None:
+        """Learns which of its stages are sharded, once they are."""
+        self._shards = WholeForPass(self.own.values())
 
     @property
     def last(self) -> bool:
@@ -151,10 +157,9 @@ class Pipeline:
         job = self._job = _Job(step, batch, rest, size, recorder)
         schedule = self._schedule(size)
         args, kwargs = self._captured(job) if self.ranks[0] == self.world.rank else ((), {})
-        parameters = [p for module in self.own.values() for p in module.parameters() if p.requires_grad]
-        held = _Gradients(parameters)
+        held = _Gradients(holders(self.own.values()))
         indices = torch.arange(size, device=self.world.device)
-        with torch.autocast(self.world.device.type, enabled=False), torch.enable_grad():
+        with torch.autocast(self.world.device.type, enabled=False), torch.enable_grad(), self._shards:
             schedule.step(*args, **kwargs, **({"target": indices} if self.last else {}), return_outputs=False)
         found: Any = self.world.broadcast_object(job.result() if self.last else None, src=self.ranks[-1])
         self._job = None
@@ -164,6 +169,10 @@ class Pipeline:
         loss = torch.tensor(found["loss"], dtype=found["dtype"], device=self.world.device)
         loss = Deferred.apply(loss.requires_grad_(), held)
         return loss if found["weight"] is None else {"loss": loss, "weight": found["weight"]}
+
+    def reduce(self) -> None:
+        """Makes gradients of stages that ranks share those of all their samples (collective)."""
+        self._shards.reduce()
 
     def _captured(self, job: _Job) -> tuple[Any, Any]:
         """The inputs of the first stage: what the step calls the part with."""
@@ -300,7 +309,7 @@ class _Job:
 class _Gradients:
     """What one run of a schedule adds to the gradients of this rank, until its scale is known."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
         self.before = [parameter.grad for parameter in parameters]
         self.factor = 1.0

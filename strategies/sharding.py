@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+logger = logging.getLogger(__name__)
 _ROUTE = "_drivetrain_route"
 
 
@@ -25,19 +27,21 @@ def shard(
     offload: OffloadPolicy | None = None,
     prefetch: bool = False,
     before: Callable[[nn.Module], None] = lambda part: None,
+    apart: Mapping[nn.Module, Any] | None = None,
 ) -> Route:
     """Shards a model in place, each of `units` apart and the rest with the root; returns the way into it.
 
-    `mesh` has one dimension, over which weights are sharded, or two: replicas, and shards. Weights that lie on "meta"
+    `mesh` has one dimension, over which weights are sharded, or two: replicas, and shards; `apart` are units with a
+    mesh of their own. Weights that lie on "meta"
     get no values. `before` is called with each part just before it is sharded. Parameters become DTensors: other
     objects than before, under the same names. Every rank calls this.
     """
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision or MixedPrecisionPolicy()}
     options |= {"offload_policy": offload or OffloadPolicy(), "ignored_params": set(ignored)}
-    for unit in units:
+    for unit, own in [*(apart or {}).items(), *((unit, mesh) for unit in units)]:
         if not isinstance(unit, FSDPModule):
             before(unit)
-            fully_shard(unit, reshard_after_forward=reshard, **options)
+            fully_shard(unit, reshard_after_forward=reshard, **{**options, "mesh": own})
     if not isinstance(model, FSDPModule):
         before(model)
         # The root is needed again at once in a backward: None keeps it whole, unless a number of ranks is asked for.
@@ -49,10 +53,14 @@ def shard(
     return Route.of(model)
 
 
-def recompute_activations(units: Iterable[nn.Module]) -> None:
-    """Lets modules compute their activations again in a backward, instead of keeping them."""
-    for unit in units:
+def wrap_forwards(model: nn.Module, units: list[nn.Module], *, recompute: bool, compile: dict[str, Any] | None) -> None:
+    """Lets the units of a model compute activations again in a backward, and be compiled with these options."""
+    if recompute and not units:
+        logger.warning("activation_checkpointing has no effect: the model has no units but itself.")
+    for unit in units if recompute else ():
         replace(unit, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False))
+    for part in (units or [model]) if compile is not None else ():  # inside of the hooks, which are not compiled
+        replace(part, lambda forward: torch.compile(forward, **compile))
 
 
 def replace(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -138,7 +146,8 @@ class Route:
             return None
         outputs = self._state._post_forward(model, args, outputs)
         if not torch.is_grad_enabled():  # no backward follows, for which the root would have to stay whole
-            cast(FSDPModule, model).reshard()
+            for group in _groups(model):
+                group.reshard()
         return outputs
 
 
@@ -146,8 +155,7 @@ class Unsynchronized:
     """The context in which backward passes of a sharded model leave gradients whole and unreduced."""
 
     def __init__(self, model: nn.Module) -> None:
-        groups = [group for state in _states(model) for group in state._fsdp_param_groups]
-        self._groups = groups
+        self._groups = _groups(model)
 
     def __enter__(self) -> None:
         self._set(False)
@@ -186,10 +194,52 @@ class Held:
         return getattr(self._parameter, "_unsharded_param", None)
 
 
+class WholeForPass:
+    """Around several passes through sharded stages, each of which finds and leaves weights and gradients whole.
+
+    Gradients are reduced by `reduce` afterwards.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        self._stages = [cast(FSDPModule, stage) for stage in stages if isinstance(stage, FSDPModule)]
+
+    def __enter__(self) -> None:
+        for stage in self._stages:
+            stage.set_is_last_backward(False)
+            stage.set_reshard_after_backward(False)
+            stage.set_requires_gradient_sync(False)
+
+    def __exit__(self, *error: object) -> None:
+        for stage in self._stages:
+            for group in _groups(cast(nn.Module, stage)):
+                group.reshard()
+
+    def reduce(self) -> None:
+        """Makes the gradients of all ranks those of their parts (collective)."""
+        for stage in self._stages:
+            stage.set_is_last_backward(True)
+            stage.set_reshard_after_backward(True)
+            stage.set_requires_gradient_sync(True)
+            for group in _groups(cast(nn.Module, stage)):
+                group.post_backward()
+            stage._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def held_gradients(model: nn.Module) -> list[Held]:
     """Returns the places of gradients that wait in a model for their reduction."""
-    groups = [group for state in _states(model) for group in state._fsdp_param_groups]
-    return [Held(parameter) for group in groups for parameter in group.fsdp_params]
+    return [Held(parameter) for group in _groups(model) for parameter in group.fsdp_params]
+
+
+def holders(models: Iterable[nn.Module]) -> list[Any]:
+    """Returns what holds gradients of models: parameters, and what keeps whole gradients until their reduction."""
+    models = list(models)
+    held = [one for model in models for one in held_gradients(model)]
+    whole = {id(one.whole) for one in held}  # which may stand in the place of the parameters just now
+    return [p for model in models for p in model.parameters() if id(p) not in whole] + held
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    return [group for state in _states(model) for group in state._fsdp_param_groups]
 
 
 def _states(model: nn.Module) -> list[Any]:

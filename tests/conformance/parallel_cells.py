@@ -111,14 +111,20 @@ class Language(TrainModule):
 
 
 class Embedded(nn.Module):
-    """Tokens with their places, for a model that is cut into stages."""
+    """Tokens with their places, one beside the other, for a model that is cut into stages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.token(tokens) + self.place
+    def forward(self, both: torch.Tensor) -> torch.Tensor:
+        tokens, positions = both.unbind(-1)
+        return self.token(tokens) + self.place[positions]
+
+
+def placed(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Tokens and their places in one tensor."""
+    return torch.stack([batch["tokens"], batch["positions"]], -1)
 
 
 class Sequence(Language):
@@ -132,7 +138,7 @@ class Sequence(Language):
         self.net = nn.Sequential(OrderedDict(embed=Embedded(), **blocks, head=head))
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.net(batch["tokens"])
+        logits = self.net(placed(batch))
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), logits
 
 
@@ -174,9 +180,24 @@ class Mixed(Language):
         self.net.layers.append(Mixture())
 
 
+class MixedSequence(Sequence):
+    """The same with a layer of experts before the last."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(layers)
+        parts = OrderedDict(self.net._modules)
+        head = parts.pop("head")
+        self.net = nn.Sequential(OrderedDict(**parts, mixture=Mixture(), head=head))
+
+
 PLAN = {
     "net.layers.*.q": "colwise", "net.layers.*.k": "colwise", "net.layers.*.v": "colwise", "net.layers.*.o": "rowwise",
     "net.layers.*.up": "colwise", "net.layers.*.down": "rowwise", "net.head": "colwise_gather_output",
+    "net.embed.token": "embedding_rowwise",
+}  # fmt: skip
+STAGES_PLAN = {
+    "net.block*.q": "colwise", "net.block*.k": "colwise", "net.block*.v": "colwise", "net.block*.o": "rowwise",
+    "net.block*.up": "colwise", "net.block*.down": "rowwise", "net.head.out": "colwise_gather_output",
     "net.embed.token": "embedding_rowwise",
 }  # fmt: skip
 SEQUENCE_PLAN = {
@@ -241,12 +262,16 @@ def train(
     }
 
 
-def _config(**sizes: Any) -> Callable[[], Any]:
+def _config(*, schedule: str = "1F1B", **sizes: Any) -> Callable[[], Any]:
     def make() -> Any:
-        from drivetrain import ParallelismConfig, TorchTensorParallelConfig
+        from drivetrain import ParallelismConfig, PipelineConfig, TorchTensorParallelConfig
 
-        handler = {"tp_handler": TorchTensorParallelConfig(plan=PLAN)} if "tp_size" in sizes else {}
-        return ParallelismConfig(**sizes, **handler)
+        plan, handlers = STAGES_PLAN if "pp_size" in sizes else PLAN, {}
+        if "tp_size" in sizes:
+            handlers["tp_handler"] = TorchTensorParallelConfig(plan=plan)
+        if "pp_size" in sizes:
+            handlers["pp_handler"] = PipelineConfig(schedule=schedule, microbatches=4 if schedule == "1F1B" else None)
+        return ParallelismConfig(**sizes, **handlers)
 
     return make
 
@@ -295,7 +320,17 @@ CELLS: dict[str, tuple[int, Callable[[], Any], type[TrainModule], dict[str, Any]
     "fsdp+cp": (4, _config(dp_shard_size=2, cp_size=2), Language, {}),
     "ep": (2, lambda: "ep", Mixed, {}),
     "dp+ep": (4, _config(dp_replicate_size=2, ep_size=2), Mixed, {}),
+    "ep+tp": (4, _config(ep_size=2, tp_size=2), Mixed, _PLAIN),
+    "ep+cp": (4, _config(ep_size=2, cp_size=2), Mixed, {}),
+    "fsdp+ep": (4, _config(dp_shard_size=2, ep_size=2), Mixed, {}),
     "dp+pp": (4, _config(dp_replicate_size=2, pp_size=2), Sequence, {}),
+    "fsdp+pp": (4, _config(dp_shard_size=2, pp_size=2), Sequence, {}),
+    "fsdp+pp-Interleaved1F1B": (4, _config(dp_shard_size=2, pp_size=2, schedule="Interleaved1F1B"), Sequence, {}),
+    "fsdp+pp-ZBVZeroBubble": (4, _config(dp_shard_size=2, pp_size=2, schedule="ZBVZeroBubble"), Sequence, {}),
+    "pp+tp": (4, _config(pp_size=2, tp_size=2), Sequence, _PLAIN),
+    "pp+cp": (4, _config(pp_size=2, cp_size=2), Sequence, {}),
+    "pp+sp": (4, _config(pp_size=2, sp_size=2), Sequence, {}),
+    "pp+ep": (4, _config(pp_size=2, ep_size=2), MixedSequence, {}),
     **{
         f"pp-{schedule}": (2, _staged(schedule), Sequence, {})
         for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",

@@ -22,7 +22,17 @@ from drivetrain import (
 from drivetrain.strategies.context_parallel import Sequences
 from drivetrain.strategies.sequence_attention import Exchanged, Gathered, Ring
 from drivetrain.strategies.stages import check_apart, cut_of, find_part
-from drivetrain.tests.conformance.parallel_cells import PLAN, Block, Language, Mixed, Sequence, Tokens, compare, train
+from drivetrain.tests.conformance.parallel_cells import (
+    PLAN,
+    Block,
+    Language,
+    Mixed,
+    Sequence,
+    Tokens,
+    compare,
+    placed,
+    train,
+)
 from drivetrain.tests.distributed import RankFailed, run
 from torch import nn
 from torch.nn import functional as F
@@ -277,7 +287,7 @@ def test_weights_of_losses_go_through_a_pipeline():
 
     class Weighted(Sequence):
         def training_step(self, batch, batch_idx):
-            logits = self.net(batch["tokens"]).flatten(0, 1)
+            logits = self.net(placed(batch)).flatten(0, 1)
             labels = batch["labels"].flatten()
             valid = int((labels != -100).sum())
             return {"loss": F.cross_entropy(logits, labels), "weight": valid}

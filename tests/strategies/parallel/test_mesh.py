@@ -28,6 +28,9 @@ ENGINES = [
     ({"dp_shard_size": 2, "dp_replicate_size": 2}, "FSDPStrategy", "hsdp"),
     ({"dp_shard_size": 2, "tp_size": 2}, "ParallelFSDPStrategy", "fsdp+tp"),
     ({"dp_shard_size": 2, "dp_replicate_size": 2, "cp_size": 2}, "ParallelFSDPStrategy", "hsdp+cp"),
+    ({"dp_shard_size": 2, "ep_size": 2}, "ParallelFSDPStrategy", "fsdp+ep"),
+    ({"dp_shard_size": 2, "pp_size": 2, "tp_size": 2}, "PipelineStrategy", "pp+dp_shard+tp"),
+    ({"ep_size": 2, "cp_size": 2, "tp_size": 2}, "ParallelStrategy", "ep+cp+tp"),
 ]
 
 
@@ -66,8 +69,6 @@ def test_names_of_accelerate():
     ("sizes", "said"),
     [
         ({"cp_size": 2, "sp_size": 4}, ["cp_size=2", "sp_size=4"]),
-        ({"pp_size": 2, "tp_size": 4}, ["pp_size=2", "tp_size=4"]),
-        ({"ep_size": 2, "dp_shard_size": 3}, ["ep_size=2", "dp_shard_size=3"]),
         ({"tp_size": 0}, ["tp_size=0"]),
         ({"tp_size": "two"}, ["tp_size='two'"]),
         ({"tp_size": -1, "cp_size": -1}, ["tp_size=-1", "cp_size=-1"]),
