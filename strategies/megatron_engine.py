@@ -68,21 +68,36 @@ class Engine:
         if self._chunk is None:
             raise ValueError("Expected one call of Megatron's model in a step. Received: a second one.")
         chunk, self._chunk = self._chunk, None
-        output = self.model.architecture.batch(data).run(chunk)
+        batch = self.model.architecture.batch(data)
+        output = batch.run(chunk)
         if self.last and chunk is self.chunks[-1]:
-            return output
+            return self._whole(batch, output)
         raise Stage(output)
 
     def evaluate(self, data: Any) -> Any:
         """Returns the output of the last chunk on every rank of the pipeline, without gradients."""
-        batch = self.model.architecture.batch
+
+        def forward(part: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
+            batch = self.model.architecture.batch(part)
+            return batch.run(chunk), lambda output, non_loss_data=True: self._whole(batch, output)
+
         with torch.no_grad():
             if self.pipeline.size == 1:
-                return batch(data).run(self.chunks[0])
+                output, whole = forward(data, self.chunks[0])
+                return whole(output)
             parts = MicroBatches(data, max(self.micro_batches, self.pipeline.size), self._fits)
-            outputs = self._schedule(parts, lambda part, chunk: (batch(part).run(chunk), _output), forward_only=True)
-            whole = _joined(outputs[: parts.real]) if self.last else None
-            return _from_last(whole, self.pipeline)
+            outputs = self._schedule(parts, forward, forward_only=True)
+            return _from_last(_joined(outputs[: parts.real]) if self.last else None, self.pipeline)
+
+    def _whole(self, batch: Any, output: Any) -> Any:
+        """The output with the logits of the whole vocabulary, of which each of the ranks that share a layer has some."""
+        if any(batch.inputs.get(name) is not None for name in ("labels", "lm_labels")):
+            return output
+        logits, *rest = output if isinstance(output, tuple) else (output,)
+        if self.config.tensor_model_parallel_size > 1:
+            logits = import_module("megatron.core.tensor_parallel").gather_from_tensor_model_parallel_region(logits)
+        logits = logits[..., : getattr(self.model.architecture, "vocab_size", None)]  # what is beyond is padding
+        return (logits, *rest) if rest else logits
 
     # A training step
 
@@ -251,10 +266,6 @@ class Engine:
 
 def _as_it_is(loss: Tensor) -> tuple[Tensor, None]:
     return loss, None
-
-
-def _output(output: Any, non_loss_data: bool = True) -> Any:
-    return output
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -6,7 +6,7 @@ A launch says MEGATRON_LM_…; each variable stands for the field of its name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -273,8 +273,3 @@ class MegatronLMPlugin:
 
     def set_tensorboard_logging_options(self) -> None:
         """Notes nothing: trackers log (see `log_with`)."""
-
-
-def field_names() -> list[str]:
-    """Returns the options by name."""
-    return [one.name for one in fields(MegatronLMPlugin) if one.init]
