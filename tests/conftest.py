@@ -9,6 +9,7 @@ import signal
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; children inherit it
+_LEAVE_THREADS = ("test_choice.py", "test_server.py", "test_services.py")
 
 
 def pytest_configure():
@@ -16,6 +17,11 @@ def pytest_configure():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items):
+    """Services of trackers come last: they leave threads in this process, from which other tests fork ranks."""
+    items.sort(key=lambda item: item.path.parent.name == "tracking" and item.path.name in _LEAVE_THREADS)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from drivetrain.callbacks.tracking.base import (
     tracker_class,
 )
 from drivetrain.callbacks.tracking.csv import CSVTracker
-from drivetrain.callbacks.tracking.trackers import get_tracker, start_trackers
+from drivetrain.callbacks.tracking.trackers import finish_trackers, get_tracker, start_trackers
 from drivetrain.strategies.settings import LoggerType
 from drivetrain.tests.distributed import run
 
@@ -120,7 +120,7 @@ def test_get_tracker_by_name():
     assert get_tracker(trackers, "recorder", unwrap=True) == []
     with pytest.raises(ValueError, match=r"Received: name='recoder'. Did you mean 'recorder'\?"):
         get_tracker(trackers, "recoder")
-    trackers[0].finish()
+    finish_trackers(trackers)
 
 
 def test_blank_tracker_does_nothing():

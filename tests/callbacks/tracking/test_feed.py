@@ -115,7 +115,7 @@ def test_calls_arrive_in_order_from_one_other_thread(tmp_path):
     feed.log({"loss": 0.5}, step=3, note="x")
     feed.log({"loss": torch.tensor(0.25)})
     feed.fail("ValueError")
-    feed.finish()
+    finish_trackers([feed])
     assert tracker.calls == [
         ("start",), ("config", {"a": {"b": [1]}}), ("log", {"loss": 0.5}, 3, {"note": "x"}),
         ("log", {"loss": 0.25}, None, {}), ("fail", "ValueError"), ("finish",),
@@ -214,7 +214,7 @@ def test_a_tracker_that_does_not_start_is_reported_and_all_is_kept(tmp_path):
     with pytest.warns(RuntimeWarning, match="It raised in start: OSError: no such server") as caught:
         (feed,) = start_trackers(Broken(), "run", {"a": [1]}, tmp_path)
         feed.log({"loss": 1.0}, step=1)
-        feed.finish()
+        finish_trackers([feed])
     assert len(of_trackers(caught)) == 1
     assert journalled(tmp_path / "run" / "journal-recorder.jsonl") == [
         ("store_init_configuration", {"a": [1]}, None), ("log", {"loss": 1.0}, 1)
