@@ -11,7 +11,8 @@ from .megatron_groups import core
 from .world import World
 
 logger = logging.getLogger(__name__)
-_SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
+_SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel",
+          "data_parallel")  # fmt: skip
 
 
 def save(writer: Any, world: World) -> None:

@@ -1,4 +1,4 @@
-"""What Megatron's strategy does with states: weights and optimizers in our checkpoints, and Megatron's own when asked."""
+"""What Megatron's strategy does with states: weights and optimizers in our checkpoints; Megatron's own when asked."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class MegatronState(ProcessGroupStrategy):
         return extra
 
     def save_native(self, model: Any, directory: str) -> None:
-        """Writes Megatron's own distributed checkpoint of a model and its optimizer (with pickles) into a new folder."""
+        """Writes Megatron's own checkpoint of a model and its optimizer, with pickles, into a new folder."""
         if self.world.rank == 0:
             Path(directory).mkdir(parents=True)
         self.world.barrier("save_native")

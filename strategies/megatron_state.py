@@ -108,7 +108,7 @@ def complete(state: Mapping[str, Any], world: World) -> dict[str, Any]:
     outlines: dict[str, Any] = {}
     for part in world.gather_object({name: _outline(value) for name, value in state.items()}):
         outlines = {**part, **outlines}
-    return {name: state.get(name, outline) for name, outline in sorted(outlines.items(), key=lambda item: order(item[0]))}
+    return {name: state.get(name, outlines[name]) for name in sorted(outlines, key=order)}
 
 
 def whole(value: Any, world: World) -> Any:
@@ -290,9 +290,9 @@ def prefix_in(module: nn.Module, engine: Any) -> str:
 
 def prefix_of(names: Mapping[int, str], engine: Any) -> str:
     """Returns what they begin with, by the names of parameters by id."""
-    known = ((names[id(parameter)], name) for name, parameter in engine.model.named_parameters() if id(parameter) in names)
-    found, name = next(known)
-    return found.removesuffix(name)
+    own = engine.model.named_parameters()
+    name, parameter = next((name, parameter) for name, parameter in own if id(parameter) in names)
+    return names[id(parameter)].removesuffix(name)
 
 
 def _locals(engine: Any, prefix: str) -> list[Local]:

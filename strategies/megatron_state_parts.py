@@ -23,11 +23,13 @@ _EXPERT = re.compile(r"^(.*\.local_experts\.)\d+(\..*)$")
 _GROUPED = re.compile(r"^(.*\.experts\.)(linear_fc\d\.(?:weight|bias))\d+$")  # of Transformer Engine
 _OF_TOKENS = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")  # a row for each, also T5's own
 _REARRANGED = (
-    "Expected layers whose checkpoints hold their weights as they are. Received: {name}, which Megatron rearranges. Use "
-    "moe_grouped_gemm=False, or Transformer Engine."
+    "Expected layers whose checkpoints hold their weights as they are. Received: {name}, which Megatron rearranges. "
+    "Use moe_grouped_gemm=False, or Transformer Engine."
 )
 # What Transformer Engine's layers call the norms that Megatron's own layers have beside them.
-_NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
+_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)  # fmt: skip
 
 
 class Source(Protocol):
@@ -51,8 +53,8 @@ class Local:
     """A tensor of a chunk, and its place in the whole one.
 
     `blocks` are boxes of it, each with where it begins in the whole: several for fused layers. `spare`: another rank of
-    the same replica has the same and saves it. `flexible`: the whole may have another length, where a vocabulary is padded.
-    `also`: further names, where a module is held twice.
+    the same replica has the same and saves it. `flexible`: the whole may have another length, where a vocabulary is
+    padded. `also`: further names, where a module is held twice.
     """
 
     name: str

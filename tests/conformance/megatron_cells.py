@@ -90,6 +90,11 @@ class Plain(Language):
             for name, parameter in self.net.named_parameters():
                 parameter.copy_(value(name, parameter.shape))
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        self.log("loss", loss)
+        return {"loss": loss, "weight": (batch["labels"] >= 0).sum()}
+
     def loss(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.net(batch["tokens"])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten()), logits

@@ -40,10 +40,43 @@ def test_parity_with_plain_torch_after_50_steps(name):
 
 
 @pytest.mark.parametrize("name", ["megatron-tp", "megatron-dp", "megatron-pp"])
-def test_accumulation(name):
-    """Windows of four micro-batches."""
-    options = {"steps": 3, "accumulate": 4, "validate": False}
+def test_G1_accumulation_with_a_short_last_window(name):
+    """Windows of three batches; an epoch has eight."""
+    options = {"steps": 4, "accumulate": 3, "validate": False}
     compare(cell(name, **options), reference(**options))
+
+
+@pytest.mark.parametrize("name", ["megatron-tp", "megatron-dp", "megatron-pp-interleaved"])
+def test_G2_losses_count_by_their_tokens(name):
+    """Over micro-batches, windows and ranks: the mean over all tokens that count, of which samples have 1 to 16.
+
+    (What is logged is a mean by samples.)
+    """
+    options = {"steps": 4, "accumulate": 2, "validate": False, "data": Ragged()}
+    compare({**cell(name, **options), "losses": []}, {**plain(**options), "losses": []})
+
+
+class Ragged(Tokens):
+    """Sequences of which only the first labels count, of the longest sixteen times as many as of the shortest."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        item = super().__getitem__(index)
+        counts = torch.arange(len(item["labels"])) < (16, 1, 5, 9)[index % 4]
+        return {**item, "labels": item["labels"].where(counts, -100)}
+
+
+def test_G3_gradients_are_reduced_once_for_a_window():
+    def rank(index: int) -> Any:
+        from drivetrain.strategies.megatron_engine import Engine
+
+        calls: list[str] = []
+        reduce, forward = Engine.finish, Engine.run
+        Engine.finish = lambda self: (calls.append("reduce"), reduce(self))[1]
+        Engine.run = lambda self, *args, **more: (calls.append("run"), forward(self, *args, **more))[1]
+        train("megatron-dp", steps=2, accumulate=4, validate=False)
+        return calls
+
+    assert run(rank, 2, timeout=170) == [["run"] * 4 + ["reduce"] + ["run"] * 4 + ["reduce"]] * 2
 
 
 @pytest.mark.parametrize("name", ["megatron-tp", "megatron-dp", "megatron-pp-interleaved"])

@@ -228,8 +228,9 @@ def test_a_rank_may_hold_several_boxes_of_a_tensor(tmp_path):
 
 def test_a_tensor_of_which_nobody_has_a_part_is_noticed(tmp_path):
     box, view = ((0, 0), (1, 2)), torch.zeros(1, 2)
-    with pytest.raises(AssertionError, match=r"model: rows of \[2, 2\] in parts of 2 elements"), Writer(tmp_path / "c") as w:
-        save_sharded(w, {"rows": Pieces((2, 2), torch.float32, (box,), (view,))}, stem="model")
+    rows = Pieces((2, 2), torch.float32, (box,), (view,))
+    with pytest.raises(AssertionError, match=r"rows of \[2, 2\] in parts of 2 elements"), Writer(tmp_path / "c") as new:
+        save_sharded(new, {"rows": rows}, stem="model")
     assert not (tmp_path / "c").exists()
 
 
