@@ -228,6 +228,19 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     def __init__(self, optimizer: Any, **options: Any) -> None:
         super().__init__(optimizer, False, **options)
         self.drop: Any = None  # what forgets gradients that are not stepped with
+        self.read: Any = None  # what gathers the state from the ranks
+        self.write: Any = None  # and brings it back
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole state by names of the whole model, on the first rank only; every rank has to call this."""
+        return super().state_dict() if self.read is None else dict(self.read())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, of which every rank has to have all."""
+        if self.write is None:
+            super().load_state_dict(state_dict)
+        else:
+            self.write(state_dict)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forgets gradients that no step has used."""

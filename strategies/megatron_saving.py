@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,13 @@ class MegatronState(ProcessGroupStrategy):
             return
         engine = self._of_optimizer(optimizer)
         states.load_optimizer(checkpoint, engine, states.prefix_of(names, engine), stem=stem, world=self.world)
+
+    def access(self, engine: Any) -> tuple[Callable[[], dict[str, Any]], Callable[[Mapping[str, Any]], None]]:
+        """Returns what gathers the whole state of an engine's optimizer, and what loads it again (collective)."""
+        return (
+            lambda: states.whole_optimizer(engine, self.world),
+            lambda saved: states.load_whole_optimizer(engine, saved, self.world),
+        )
 
     def save(self, writer: Any, contents: Any, **options: Any) -> None:
         super().save(writer, contents, **options)

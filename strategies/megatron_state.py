@@ -157,9 +157,45 @@ def load_optimizer(checkpoint: Any, engine: Any, prefix: str, *, stem: str, worl
     Raises:
         ValueError: the optimizer has other groups of parameters.
     """
-    saved = open_state(checkpoint, stem)
+    _load(open_state(checkpoint, stem), engine, prefix, stem.replace("-", " "), world)
+
+
+def whole_optimizer(engine: Any, world: World) -> dict[str, Any]:
+    """Returns the optimizer's state by names of the whole model, on the first rank only (collective)."""
+    tree = optimizer_parts(engine, "")
+    parts_of = {(name, key): value for name, state in tree["state"].items() for key, value in state.items()}
+    pieces = {f"{name}.{key}": value for (name, key), value in parts_of.items() if isinstance(value, Pieces)}
+    rest = {names: value for names, value in parts_of.items() if not isinstance(value, Pieces)}
+    tensors = gathered(pieces, world)
+    told = world.gather_object((rest, [group["params"] for group in tree["param_groups"]]))
+    if world.rank:
+        return {}
+    state: dict[str, Any] = {}
+    for (name, key), value in [one for part, _ in told for one in part.items()]:
+        state.setdefault(name, {}).setdefault(key, value)
+    for name, value in tensors.items():
+        owner, _, key = name.rpartition(".")
+        state.setdefault(owner, {})[key] = value
+    names = [list(dict.fromkeys(name for _, groups in told for name in groups[place]))
+             for place in range(len(tree["param_groups"]))]  # fmt: skip
+    groups = [{**group, "params": own} for group, own in zip(tree["param_groups"], names)]
+    return {"state": state, "param_groups": groups}
+
+
+def load_whole_optimizer(engine: Any, saved: Mapping[str, Any], world: World) -> None:
+    """Loads what `whole_optimizer` returned, of which every rank has all (collective).
+
+    Raises:
+        ValueError: the optimizer has other groups of parameters.
+    """
+    state = {name: {key: Held(value) if isinstance(value, Tensor) else value for key, value in one.items()}
+             for name, one in saved["state"].items()}  # fmt: skip
+    _load({**saved, "state": state}, engine, "", "the optimizer", world)
+
+
+def _load(saved: Mapping[str, Any], engine: Any, prefix: str, label: str, world: World) -> None:
     own = _locals(engine, prefix)
-    _load_groups(engine, own, saved["param_groups"], stem.replace("-", " "), world)
+    _load_groups(engine, own, saved["param_groups"], label, world)
     for one in trained(engine, own):
         name = one.local.known_as(saved["state"])
         if name is None or not saved["state"][name]:
@@ -210,7 +246,7 @@ def _state_of(one: Trained, saved: Mapping[str, Any]) -> dict[str, Any]:
     """A state to go on with, in the memory of the one that is there where it fits."""
     found: dict[str, Any] = {}
     for key, value in saved.items():
-        local = isinstance(value, Reference) and key != "step" and len(value.shape) == len(one.local.shape)
+        local = isinstance(value, (Reference, Held)) and key != "step" and len(value.shape) == len(one.local.shape)
         if local and value.shape[1:] == one.local.shape[1:]:
             before = one.state.get(key)
             target = torch.zeros_like(one.main) if before is None else before
@@ -225,10 +261,26 @@ def _state_of(one: Trained, saved: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class Held:
+    """A whole tensor in memory, in the place of a Reference."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.shape)
+
+    def read(self, box: Any = None) -> Tensor:
+        """A box of it."""
+        return self.tensor.clone() if box is None else self.tensor[within(box, (0,) * self.tensor.ndim)]
+
+
 class _Alone:
     """One tensor of a state, as a Source."""
 
-    def __init__(self, name: str, reference: Reference) -> None:
+    def __init__(self, name: str, reference: Reference | Held) -> None:
         self._name, self._reference = name, reference
 
     def names(self) -> list[str]:
@@ -245,7 +297,7 @@ class _Alone:
 
 
 def _value(value: Any) -> Any:
-    return value.read() if isinstance(value, Reference) else value
+    return value.read() if isinstance(value, (Reference, Held)) else value
 
 
 # Groups of parameters: those of the script's optimizer, whose options Megatron's follow

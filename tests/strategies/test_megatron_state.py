@@ -260,6 +260,27 @@ def test_random_states_go_on_where_ranks_stand_as_they_did(tmp_path):
     assert len(told) == 1 and "begin anew" in told[0] and not nothing
 
 
+def test_the_state_of_an_optimizer_is_whole_for_scripts(tmp_path):
+    def rank(index: int, **options: Any) -> Any:
+        made = Run(SMALL, **options)
+        made.step(0)
+        made.accelerator.save_state(tmp_path / "-".join(options))
+        state = made.optimizer.state_dict()
+        everywhere = made.accelerator.world.broadcast_object(state)
+        kept, loss = made.whole(), made.step(1)
+        made.accelerator.strategy.load_state_dict(made.model, made.accelerator.world.broadcast_object(kept))
+        made.optimizer.load_state_dict(everywhere)
+        return state, loss, made.step(1)
+
+    for options in ({"tp_degree": 2}, {"pp_degree": 2}, {"use_distributed_optimizer": True}):
+        (state, loss, again), (nothing, *_) = on_ranks(functools.partial(rank, **options))
+        saved = load_state(Checkpoint.open(tmp_path / "-".join(options)), "optimizer-0")
+        assert nothing == {} and loss == again and len(state["param_groups"][0]["params"]) == 28
+        assert set(state["state"]) == set(saved["state"])
+        for name, one in saved["state"].items():
+            assert all(torch.equal(state["state"][name][key], value) for key, value in one.items()), name
+
+
 def test_a_save_in_the_background_holds_what_was_there(tmp_path):
     def rank(index: int) -> Any:
         made = Run(SMALL, use_distributed_optimizer=True)
