@@ -126,11 +126,13 @@ def _entry(series: Series, places: dict[int, str]) -> tuple[Any, ...]:
 
 def stack(values: list[Any]) -> Tensor:
     """Return scalars (tensors or numbers) as one float64 vector (float32 where the device has no float64)."""
-    device = next((v.device for v in values if isinstance(v, Tensor)), None)
-    if device is None:
+    devices = {v.device for v in values if isinstance(v, Tensor)}
+    if not devices:
         return torch.tensor(values, dtype=torch.float64)
+    device = max(devices, key=lambda one: one.type != "cpu")  # what a checkpoint held goes to where the new values are
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    if all(isinstance(v, Tensor) and v.dim() == 0 and v.dtype is values[0].dtype for v in values):
+    same = len(devices) == 1 and all(isinstance(v, Tensor) for v in values)
+    if same and all(v.dim() == 0 and v.dtype is values[0].dtype for v in values):
         return torch.stack(values).to(dtype)
     return torch.stack([torch.as_tensor(v, dtype=dtype, device=device).reshape(()) for v in values])
 
