@@ -20,6 +20,7 @@ from .checkpoint.references import Reference, open_state
 from .checkpoint.sharded import save_sharded, save_sharded_state
 from .contents import is_extra
 from .megatron_state_parts import Local, Source, locals_of
+from .optimizer_order import IN_ORDER
 from .world import World
 
 _LISTED = 5  # names in a message
@@ -194,6 +195,12 @@ def load_whole_optimizer(engine: Any, saved: Mapping[str, Any], world: World) ->
 
 
 def _load(saved: Mapping[str, Any], engine: Any, prefix: str, label: str, world: World) -> None:
+    if saved.get(IN_ORDER):
+        raise ValueError(
+            f"Expected parameters by name in {label} for Megatron, whose ranks have them in orders of their own. "
+            "Received: a state that tells them by their order alone. Load it under strategy='single' and save it "
+            "there, or load with weights_only=True."
+        )
     own = _locals(engine, prefix)
     _load_groups(engine, own, saved["param_groups"], label, world)
     for one in trained(engine, own):

@@ -18,6 +18,7 @@ from drivetrain import Accelerator, MegatronLMDummyScheduler, MegatronModel, Meg
 from drivetrain.strategies.checkpoint import Checkpoint, merging  # noqa: E402
 from drivetrain.strategies.contents import load_module, load_state  # noqa: E402
 from drivetrain.strategies.megatron_models import architecture  # noqa: E402
+from drivetrain.strategies.megatron_state_parts import locals_of  # noqa: E402
 from drivetrain.tests.conformance.megatron_cells import FIELDS, fill, preload  # noqa: E402
 from drivetrain.tests.conformance.parallel_cells import Tokens  # noqa: E402
 from drivetrain.tests.strategies.megatron_cpu import OnCPU  # noqa: E402
@@ -337,6 +338,31 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path):
     for said, before, after in on_ranks(rank):
         assert said.startswith("CheckpointError") and "optimizer-0.shard-00001.safetensors" in said
         assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_layers_that_megatron_rearranges_are_refused(tmp_path):
+    """Megatron's experts in one tensor: their checkpoints have them transposed, so no box of them is a view."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    weight = torch.nn.Parameter(torch.zeros(4, 6))
+
+    def build(key: str, tensor: torch.Tensor, replica: Any, flattened: Any) -> Any:
+        return ShardedTensor.from_rank_offsets(key, tensor.detach().t().contiguous(), replica_id=replica)
+
+    class Chunk:
+        def sharded_state_dict(self, metadata: Any) -> Any:
+            return {"experts.weight1": ShardedTensorFactory("experts.weight1", weight, build, None, (0, 0, 0))}
+
+    with pytest.raises(ValueError, match=r"Received: experts\.weight1, .* Use moe_grouped_gemm=False"):
+        locals_of([Chunk()])
+
+
+def test_a_state_without_names_is_refused(tmp_path):
+    def rank(index: int) -> Any:
+        Run(SMALL).optimizer.load_state_dict({"in_order": True, "state": {}, "param_groups": [{"params": [0]}]})
+
+    with pytest.raises(RankFailed, match="Expected parameters by name in the optimizer for Megatron"):
+        on_ranks(rank, 1)
 
 
 @pytest.mark.parametrize(
