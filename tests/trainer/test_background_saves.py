@@ -56,7 +56,7 @@ def test_C8_one_number_only(ranks):
         disk = Disk(held=True)
         mark(model, optimizer, 3)
         assert accelerator.save_state("here", asynchronous=True) == "here"
-        assert disk.reached.wait(30)
+        assert disk.reached.wait(200)
         for step in range(4, 10):
             mark(model, optimizer, step)
             accelerator.reduce(torch.ones(1))  # training's own talk goes on
@@ -104,7 +104,7 @@ def test_only_what_is_durable_lets_old_ones_go():
         accelerator.wait_for_saves()
         disk = Disk(held=True)
         accelerator.save_state(asynchronous=True, then=lambda: told.append(visible(folder)))
-        assert disk.reached.wait(30) and visible(folder) == ["checkpoint_0"] and accelerator.save_iteration == 2
+        assert disk.reached.wait(200) and visible(folder) == ["checkpoint_0"] and accelerator.save_iteration == 2
         disk.go.set()
         accelerator.wait_for_saves()
         disk.full = True

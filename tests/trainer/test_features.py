@@ -53,7 +53,7 @@ def test_limits_are_durations(options, steps):
 def test_max_time_stops_a_run():
     trainer = quiet(max_time=datetime.timedelta(seconds=0.3), max_epochs=-1)
     trainer.fit(Line(), loader(8))
-    assert 0.3 <= trainer.progress.seconds() < 5
+    assert trainer.progress.seconds() >= 0.3 and trainer.stop_reason == "the time of 0.3 s is over"
     assert any(isinstance(callback, Timer) for callback in trainer.callbacks)
 
 

@@ -136,7 +136,7 @@ def test_what_is_removed_here_is_copied_all_the_same_and_then_removed_there(memo
     def slow(lpath, rpath, **options):
         order.append(("put", rpath.split("/")[-2:]))
         first.set()
-        assert go.wait(60)
+        assert go.wait(200)
         put(lpath, rpath, **options)
 
     def noted(path):
@@ -149,7 +149,7 @@ def test_what_is_removed_here_is_copied_all_the_same_and_then_removed_there(memo
     class Watching(Line):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if self.trainer.global_step == 4:
-                assert first.wait(60) and not (FOLDER / "checkpoint-000001").exists()
+                assert first.wait(200) and not (FOLDER / "checkpoint-000001").exists()
                 go.set()
 
     callbacks = [ModelCheckpoint(every_n_train_steps=1), CheckpointUpload("memory://run")]

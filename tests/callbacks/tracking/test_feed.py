@@ -160,7 +160,7 @@ def test_queue_and_disk_take_turns(tmp_path):
     for step in range(3000):
         feed.log({"x": step}, step=step)
         if step % 250 == 0:
-            feed.flush(timeout=30)
+            feed.flush(timeout=200)
     feed.finish()
     assert tracker.steps() == list(range(3000)) and list(tmp_path.iterdir()) == []
 
@@ -170,13 +170,13 @@ def test_L6_a_tracker_that_hangs_is_left_behind_and_its_entries_are_kept(tmp_pat
     feed = queued(tracker, tmp_path, capacity=10, timeout=0.5)
     for step in range(100):
         feed.log({"loss": step / 7}, step=step)
-    assert tracker.reached.wait(30)
+    assert tracker.reached.wait(200)
     with pytest.warns(RuntimeWarning, match=r"'recorder': It did not finish within 0.5 s: 100 calls .*The run goes on"):
         feed.finish()
     kept = [("log", {"loss": step / 7}, step) for step in range(100)]
     assert journalled(feed.journal) == kept
     tracker.gate.set()  # it comes back when nobody waits any more
-    feed._thread.join(30)
+    feed._thread.join(200)
     assert tracker.steps() == [0] and ("finish",) not in tracker.calls
     assert journalled(feed.journal) == kept
 
@@ -274,7 +274,7 @@ def test_L6_a_tracker_that_comes_back_gets_its_journal_in_order(tmp_path):
         feed = queued(tracker, tmp_path)
         for step in range(20):
             feed.log({"x": step}, step=step)
-        feed.flush(timeout=30)
+        feed.flush(timeout=200)
         assert [entry[2] for entry in journalled(feed.journal)] == list(range(20))
         tracker.back.set()
         deadline = time.monotonic() + 60
@@ -293,7 +293,7 @@ def test_L6_pictures_in_a_journal_are_whole(tmp_path):
     with pytest.warns(RuntimeWarning):
         feed = queued(tracker, tmp_path)
         feed.log_images({"image": image}, step=1)
-        feed.flush(timeout=30)
+        feed.flush(timeout=200)
         tracker.back.set()
         feed.finish()
     (logged,) = [call[1] for call in tracker.calls if call[0] == "log"]
@@ -316,7 +316,7 @@ def test_L3_what_a_killed_process_had_sent_is_sent_again_unless_it_is_there(tmp_
         feed = queued(Asked(), tmp_path)
         for step in range(1, 7):
             feed.log({"loss": step / 8, "lr": 0.5}, step=step)
-        feed.flush(timeout=240)
+        feed.flush(timeout=200)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     tracker = Asked()
@@ -417,7 +417,7 @@ def test_a_native_object_that_never_comes_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="Expected tracker 'recorder' to start within 0.2 s"):
         _ = feed.tracker
     Hanging.gate.set()
-    feed.timeout = 30
+    feed.timeout = 200
     feed.finish()
 
 
@@ -440,7 +440,7 @@ def test_flush_waits_for_all_that_was_logged(tmp_path):
     feed = queued(tracker, tmp_path)
     for step in range(50):
         feed.log({"x": step}, step=step)
-    feed.flush(timeout=30)
+    feed.flush(timeout=200)
     assert tracker.steps() == list(range(50)) and tracker.calls[-1] == ("flush",)
     feed.finish()
 
@@ -474,7 +474,7 @@ def test_trackers_finish_together(tmp_path):
     with pytest.warns(RuntimeWarning) as caught:
         finish_trackers([*hanging, fine])
     assert len(of_trackers(caught)) == 3
-    fine._thread.join(30)
+    fine._thread.join(200)
     assert fine.wrapped.calls[-1] == ("finish",)
     for feed in hanging:
         feed.wrapped.gate.set()

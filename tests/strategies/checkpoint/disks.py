@@ -32,7 +32,7 @@ class Disk:
         if threading.current_thread() is not threading.main_thread():
             self.writes += 1
             self.reached.set()
-            assert self.go.wait(30)
+            assert self.go.wait(200)
             time.sleep(self.delay)
             if self.full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -94,7 +94,7 @@ def test_C8_the_file_holds_the_state_of_the_call():
         disk, saves, told = Disk(held=True), Saves(World()), []
         state, extra = number(7), [1, 2]
         saves.save("ck", fill(state, extra), metadata={"step": 7}, then=lambda: told.append("ck"), background=True)
-        assert saves.pending and disk.reached.wait(30)
+        assert saves.pending and disk.reached.wait(200)
         for step in range(8, 20):
             for tensor in state.values():
                 tensor.fill_(step)
@@ -188,7 +188,7 @@ def test_ranks_fail_together(failing, when):
                 "ck", lambda writer: writer.state(f"rank-{rank}", [broken, torch.ones(9)]), metadata={}, background=True
             )
             disk.go.set()
-            for _ in range(2000):
+            for _ in range(20_000):  # until it raises
                 saves.poll()
                 world.all_reduce(torch.ones(3))
                 saves._thread.join(0.01)
@@ -212,14 +212,16 @@ def test_ranks_train_on_while_they_save():
 
     def job(rank):
         world = worlds.current()
-        saves, sums, finished = Saves(world), 0, []
-        Disk(delay=0.002)
+        saves, sums, finished, disk = Saves(world), 0, [], Disk()
         for step in range(1, 7):
+            disk.hold()
             saves.save(
                 f"ck-{step}", fill(number(step)), metadata={"step": step}, then=lambda: finished.append(1), background=True
             )
             while saves.pending:
                 sums += world.all_reduce(torch.ones(1)).item() == 2
+                if sums >= 2 * step:
+                    disk.go.set()
                 saves.poll()
         return sums, len(finished)
 
@@ -237,7 +239,7 @@ def test_killed_while_it_is_written_the_one_before_stays(ranks):
         saves.wait()
         disk = Disk(held=True)
         saves.save("runs/two", fill(number(2)), metadata={"step": 2}, background=True)
-        assert disk.reached.wait(30)
+        assert disk.reached.wait(200)
         if ranks == 2:
             worlds.current().barrier()
         os.kill(os.getpid(), signal.SIGKILL)
