@@ -81,6 +81,7 @@ _EXPORTS: dict[str, str] = {
     "MegatronEngine": "strategies.megatron_loop",
     "MegatronLMOptimizerWrapper": "strategies.megatron_optimizer",
     "MegatronLMSchedulerWrapper": "strategies.megatron_scheduler",
+    "MegatronLMDummyDataLoader": "strategies.megatron_data",
     "MegatronLMDummyScheduler": "strategies.megatron_scheduler",
     "AbstractTrainStep": "strategies.megatron_train_steps",
     "GPTTrainStep": "strategies.megatron_train_steps",
@@ -415,6 +416,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.megatron_loop import MegatronEngine as MegatronEngine
     from .strategies.megatron_optimizer import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
     from .strategies.megatron_scheduler import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+    from .strategies.megatron_data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
     from .strategies.megatron_scheduler import MegatronLMDummyScheduler as MegatronLMDummyScheduler
     from .strategies.megatron_train_steps import AbstractTrainStep as AbstractTrainStep
     from .strategies.megatron_train_steps import GPTTrainStep as GPTTrainStep
