@@ -12,14 +12,22 @@ import pytest
 from drivetrain.tests.docs.pages import ROOT, Block, blocks, pages
 
 
-@pytest.mark.timeout(400)  # a page may start a dozen programs, one after another
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+ELSEWHERE = {"xla"}  # pages whose code needs an environment of its own: see tests/xla/test_docs.py
+
+
+@pytest.mark.timeout(1200)  # a page may start a dozen programs, one after another
+@pytest.mark.parametrize("page", [page for page in pages() if page.stem not in ELSEWHERE], ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path):
+    run_page(page, tmp_path)
+
+
+def run_page(page: Path, tmp_path: Path) -> None:
+    """Run a page's blocks in a folder; they have to succeed."""
     script = tmp_path / "page.py"
     script.write_text(as_script(page))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "PATH": path},
-                          capture_output=True, text=True, timeout=390, stdin=subprocess.DEVNULL)  # fmt: skip
+                          capture_output=True, text=True, timeout=1150, stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == 0, f"{page.relative_to(ROOT)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
