@@ -36,6 +36,7 @@ _EXPORTS: dict[str, str] = {
     "EarlyStopping": "callbacks.early_stopping",
     "GradientAccumulation": "callbacks.accumulation",
     "GradientClipping": "callbacks.clipping",
+    "CompilationMonitor": "callbacks.compilation",
     "DeviceStatsMonitor": "callbacks.device_stats",
     "LearningRateMonitor": "callbacks.lr_monitor",
     "NormMonitor": "callbacks.norms",
@@ -89,6 +90,8 @@ _EXPORTS: dict[str, str] = {
     "T5TrainStep": "strategies.megatron_train_steps",
     "avg_losses_across_data_parallel_group": "strategies.megatron_loop",
     "gather_across_data_parallel_groups": "strategies.megatron_loop",
+    "XLAPlugin": "strategies.xla_plugin",
+    "XLAStrategy": "strategies.xla",
     "DDPStrategy": "strategies.ddp",
     "FSDPStrategy": "strategies.fsdp",
     "FSDP1Strategy": "strategies.fsdp1",
@@ -373,6 +376,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .callbacks.upload import CheckpointUpload as CheckpointUpload
     from .callbacks.checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .callbacks.clipping import GradientClipping as GradientClipping
+    from .callbacks.compilation import CompilationMonitor as CompilationMonitor
     from .callbacks.early_stopping import EarlyStopping as EarlyStopping
     from .callbacks.device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from .callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
@@ -401,6 +405,8 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.base import Strategy as Strategy
     from .strategies.data.preparing import prepare_data_loader as prepare_data_loader
     from .strategies.data.loader import skip_first_batches as skip_first_batches
+    from .strategies.xla import XLAStrategy as XLAStrategy
+    from .strategies.xla_plugin import XLAPlugin as XLAPlugin
     from .strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .strategies.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from .strategies.deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig

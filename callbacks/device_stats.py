@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..strategies.memory import device_memory
 from .base import Callback
 
 
@@ -68,12 +69,7 @@ class DeviceStatsMonitor(Callback):
         }
 
     def _accelerator(self, device: torch.device) -> dict[str, float]:
-        if device.type in ("cpu", "mps"):
-            return {}
-        memory = torch.accelerator.memory_stats(device)
-        names = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current",
-                 "peak_allocated": "allocated_bytes.all.peak"}  # fmt: skip
-        values = {f"device/{name}_gib": memory.get(key, 0) / 2**30 for name, key in names.items()}
+        values = {f"device/{name}_gib": number / 2**30 for name, number in device_memory(device).items()}
         if device.type == "cuda":
             try:
                 values["device/utilization_percent"] = float(torch.cuda.utilization(device))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import xla_runtime
+
 log = logging.getLogger(__name__)
 
 _EXHAUSTED = (
@@ -25,6 +27,21 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """Returns the bytes that are "allocated", "reserved" and "peak_allocated" on a device, as far as it tells.
+
+    Nothing is waited for. The CPU tells none of them.
+    """
+    if device.type in ("cpu", "mps", "meta"):
+        return {}
+    if device.type == "xla":
+        return xla_runtime.memory(device)
+    found = torch.accelerator.memory_stats(device)
+    names = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current",
+             "peak_allocated": "allocated_bytes.all.peak"}  # fmt: skip
+    return {name: found.get(key, 0) for name, key in names.items()}
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -91,6 +91,16 @@ def device_count() -> int:
     return int(part("runtime").global_runtime_device_count())
 
 
+def memory(device: torch.device) -> dict[str, float]:
+    """Returns the bytes in use on a device, and the most so far; nothing where it does not tell (the CPU)."""
+    try:
+        found = part("core.xla_model").get_memory_info(device)
+    except RuntimeError:
+        return {}
+    names = {"allocated": "bytes_used", "peak_allocated": "peak_bytes_used"}
+    return {name: float(found[key]) for name, key in names.items() if key in found}
+
+
 def sync() -> None:
     """Hands over what was recorded, and returns before it is computed; random states stay as they are.
 

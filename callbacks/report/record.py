@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
+from ...strategies.memory import device_memory
 from ..base import AFTER_MODULE, Callback
 from ..tracking.files import replace
 
@@ -187,8 +188,9 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 def _memory(device: torch.device) -> float:
     """The most that this process has used so far, in GiB: of the accelerator's memory, else resident memory."""
-    if device.type not in ("cpu", "mps"):
-        return torch.accelerator.max_memory_allocated(device) / 2**30
+    peak = device_memory(device).get("peak_allocated")
+    if peak is not None:
+        return peak / 2**30
     try:
         import resource
     except ImportError:  # Windows
