@@ -27,12 +27,11 @@ from typing import Any
 import torch
 
 from . import megatron_groups as groups
-from . import megatron_model, megatron_optimizer, megatron_scheduler
+from . import megatron_data, megatron_model, megatron_optimizer, megatron_scheduler
 from .base import Settings, is_scheduler
 from .environment import Placement
 from .gradients import GradientState
 from .megatron_config import Fields, data_parallel, engine_fields
-from .megatron_data import MegatronLMDummyDataLoader
 from .megatron_engine import Engine
 from .megatron_loop import MegatronEngine, loop_model
 from .megatron_model import MegatronModel
@@ -178,26 +177,13 @@ class MegatronStrategy(MegatronState):
 
     def prepare(self, objects: tuple[Any, ...], one: Callable[[Any], Any]) -> list[Any]:
         """Models first, whose chunks the optimizers then follow; schedulers last."""
-        objects = self._with_loaders(objects)
+        objects = megatron_data.replaced(objects, self.plugin, self.data_world.size)
         done = {id(obj): one(obj) for obj in objects if isinstance(obj, torch.nn.Module)}
         loaders = {id(obj): one(obj) for obj in objects if isinstance(obj, torch.utils.data.DataLoader)}
         self._note_samples(list(loaders.values()))
         done |= loaders
         done |= {id(obj): one(obj) for obj in objects if id(obj) not in done and not is_scheduler(obj)}
         return [done[id(obj)] if id(obj) in done else one(obj) for obj in objects]
-
-    def _with_loaders(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The objects, with loaders of Megatron's data sets in the place of what stands for them."""
-        dummies = [obj for obj in objects if isinstance(obj, MegatronLMDummyDataLoader)]
-        if self.plugin.megatron_dataset_flag and not dummies:
-            raise ValueError(
-                "Expected a MegatronLMDummyDataLoader with megatron_dataset_flag=True. Received: none in prepare(). Pass "
-                "it, or leave the flag out."
-            )
-        if not dummies:
-            return objects
-        loaders = iter(dummies[0].loaders(self.plugin, self.data_world.size))
-        return tuple(next(loaders) if isinstance(obj, MegatronLMDummyDataLoader) else obj for obj in objects)
 
     def _note_samples(self, loaders: list[Any]) -> None:
         """Tells the options how many samples a step has, where loaders say it."""

@@ -78,7 +78,7 @@ class MegatronLMPlugin:
         eod_mask_loss: losses at ends of documents do not count, in Megatron's indexed data sets (False).
         is_train_batch_min: of several loaders that are prepared together the smallest batch counts.
         train_iters, train_samples, lr_…, min_lr, …weight_decay…: the schedule of a MegatronLMDummyScheduler.
-        consumed_samples: of training, validation and test, where Megatron's data sets go on.
+        consumed_samples: zeros: checkpoints know where loaders go on.
         no_wd_decay_cond: `f(name, parameter)`: no weight decay here.
         scale_lr_cond, lr_mult: `f(name, parameter)`: the learning rate times `lr_mult` here.
         megatron_dataset_flag, seq_length, encoder_seq_length, decoder_seq_length, eval_iters, eval_interval,
@@ -167,8 +167,7 @@ class MegatronLMPlugin:
             launched = getattr(_LAUNCH, kind)(name) if _LAUNCH.text(name) is not None else None
             value = _LAUNCH.agreed(name, getattr(self, name), launched)
             setattr(self, name, default if value is None else value)
-        if self.consumed_samples is None:
-            self.consumed_samples = [0, 0, 0]
+        self.consumed_samples = self.consumed_samples or [0, 0, 0]
         self._check()
 
     def strategy(self, parallelism: Any = None) -> Any:
@@ -186,6 +185,11 @@ class MegatronLMPlugin:
         }
 
     def _check(self) -> None:
+        if any(self.consumed_samples or ()):
+            raise ValueError(
+                f"Expected no consumed_samples, as loaders go on where a checkpoint says. Received: "
+                f"consumed_samples={self.consumed_samples}. Use load_state, or skip_first_batches."
+            )
         for name, (default, advice) in _GONE.items():
             if getattr(self, name) != default:
                 raise ValueError(

@@ -50,6 +50,7 @@ def _preloaded():
         ({"set_all_logging_options": True}, "log_with"),
         ({"custom_prepare_model_function": print}, "custom_model_provider_function"),
         ({"attention_backend": "quick"}, "Expected attention_backend of flash"),
+        ({"consumed_samples": [8, 0, 0]}, "Use load_state, or skip_first_batches"),
         ({"lr_decay_style": "steep"}, "Expected lr_decay_style of constant"),
     ],
     ids=str,
