@@ -83,6 +83,10 @@ _EXPORTS: dict[str, str] = {
     "MegatronLMOptimizerWrapper": "strategies.megatron_optimizer",
     "MegatronLMSchedulerWrapper": "strategies.megatron_scheduler",
     "MegatronLMDummyDataLoader": "strategies.megatron_data",
+    "MegatronGPT": "trainer.megatron_module",
+    "MegatronBert": "trainer.megatron_module",
+    "MegatronT5": "trainer.megatron_module",
+    "MegatronDataModule": "trainer.megatron_module",
     "MegatronLMDummyScheduler": "strategies.megatron_scheduler",
     "AbstractTrainStep": "strategies.megatron_train_steps",
     "GPTTrainStep": "strategies.megatron_train_steps",
@@ -423,6 +427,10 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from .strategies.megatron_optimizer import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
     from .strategies.megatron_scheduler import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
     from .strategies.megatron_data import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+    from .trainer.megatron_module import MegatronGPT as MegatronGPT
+    from .trainer.megatron_module import MegatronBert as MegatronBert
+    from .trainer.megatron_module import MegatronT5 as MegatronT5
+    from .trainer.megatron_module import MegatronDataModule as MegatronDataModule
     from .strategies.megatron_scheduler import MegatronLMDummyScheduler as MegatronLMDummyScheduler
     from .strategies.megatron_train_steps import AbstractTrainStep as AbstractTrainStep
     from .strategies.megatron_train_steps import GPTTrainStep as GPTTrainStep

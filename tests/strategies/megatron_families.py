@@ -45,7 +45,9 @@ def model(name: str) -> Any:
     """Returns a family's model with random weights, biases and norms, in evaluation mode."""
     transformers: Any = import_module("transformers")
     kind, config, options = FAMILIES[name]
-    made = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
