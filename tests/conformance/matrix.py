@@ -1,10 +1,11 @@
 """The whole parity matrix, and checkpoints from every strategy to every other; writes docs/parity.md.
 
-    python -m drivetrain.tests.conformance.matrix            all of it (about half an hour on two cores)
-    python -m drivetrain.tests.conformance.matrix tp cp      only these strategies; the others' results stay
+    python -m drivetrain.tests.conformance.matrix            what docs/parity.json does not have yet
+    python -m drivetrain.tests.conformance.matrix tp cp      only these strategies, anew; the others' results stay
 
-Results are kept in docs/parity.json as they come, so that it can be stopped and gone on with. The test suite runs
-parts of it, and compares the page with the strategies that there are.
+Results go into docs/parity.json as they come, so that it can be stopped and gone on with; delete that file to begin anew.
+All that is done under one strategy is done on the same ranks, one after the other. The test suite runs parts of it, and
+compares the page with the strategies that there are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.tests.conformance import megatron_cells, parallel_cells
-from drivetrain.tests.conformance.parallel_cells import CELLS, Language, compare, reference, train
+from drivetrain.tests.conformance.parallel_cells import CELLS, Language, Mixed, Sequence, compare, reference, train
 from drivetrain.tests.distributed import run
 from drivetrain.tests.strategies.deepspeed_runs import preload
 
@@ -35,88 +36,113 @@ def _word(word: str) -> Callable[[], Any]:
 ALL: dict[str, tuple[int, Callable[[], Any], Any, dict[str, Any]]] = {
     "single": CELLS["single"],
     "ddp": (2, _word("ddp"), Language, {}),
-    "fsdp": (2, _word("fsdp"), Language, {}),
-    "fsdp1": (2, _word("fsdp1"), Language, {}),
-    "hsdp": (4, _word("hsdp"), Language, {}),
+    **{name: CELLS[name] for name in ("fsdp", "fsdp1", "hsdp")},
     **{name: (2, _word(name), Language, {}) for name in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")},
-    **{name: entry for name, entry in CELLS.items() if name != "single"},
+    **CELLS,
 }
 """Name → ranks, what makes the strategy, the module, further arguments: as in parallel_cells."""
 RANKS = {**{name: entry[0] for name, entry in ALL.items()},
          **{name: entry[0] for name, entry in megatron_cells.CELLS.items()}}  # fmt: skip
-BETWEEN = ("single", "ddp", "fsdp", "hsdp", "deepspeed_stage_3", "tp", "fsdp+tp", "cp")
-"""Strategies of one module, between which checkpoints go."""
-OF_MEGATRON = ("torch", "megatron-tp", "megatron-pp-interleaved", "megatron-dp", "megatron-tp+pp")
-"""The same for the GPT of Megatron."""
-TIMEOUT = 900
+BETWEEN: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "": (Language, ("single", "ddp", "fsdp", "fsdp1", "hsdp", "deepspeed_stage_2", "deepspeed_stage_3", "tp", "fsdp+tp",
+                    "cp", "sp")),
+    "stages: ": (Sequence, ("single", "fsdp", "pp-1F1B", "pp-ZBVZeroBubble", "dp+pp", "fsdp+pp", "pp+tp")),
+    "experts: ": (Mixed, ("single", "fsdp", "ep", "dp+ep", "fsdp+ep", "ep+tp")),
+    "megatron: ": (None, ("torch", "megatron-tp", "megatron-pp-interleaved", "megatron-dp", "megatron-tp+pp")),
+}  # fmt: skip
+"""What a way's name begins with → the module, and the strategies of it between which checkpoints go."""
+TIMEOUT = 1800
 
 
-def cell(name: str, **options: Any) -> dict[str, Any]:
-    """Train under a strategy; return what all ranks agree on."""
-    if name in megatron_cells.CELLS:
-        return megatron_cells.cell(name, timeout=TIMEOUT, **options)
+def many(name: str, options: list[dict[str, Any]], kind: Any = None) -> list[dict[str, Any]]:
+    """Train under a strategy once for each of these options, on the same ranks; return what they agree on."""
+    if name in megatron_cells.CELLS:  # whose library has one arrangement a process
+        return [megatron_cells.cell(name, timeout=TIMEOUT, **one) for one in options]
     if name == "torch":
-        return megatron_cells.plain(**options)
+        return [megatron_cells.plain(**one) for one in options]
     ranks, make, module, more = ALL[name]
-    found = run(lambda rank: train(make(), module=module(), **more, **options), ranks, group=ranks > 1, timeout=TIMEOUT)
-    assert all(other["losses"] == found[0]["losses"] for other in found)
+    kind = kind or module
+
+    def work(rank: int) -> list[dict[str, Any]]:
+        return [train(make(), module=kind(), **more, **one) for one in options]
+
+    found = run(work, ranks, group=ranks > 1, timeout=TIMEOUT)
+    assert all([one["losses"] for one in other] == [one["losses"] for one in found[0]] for other in found)
     return found[0]
 
 
-def parity(name: str, way: str, *, steps: int = STEPS) -> dict[str, float]:
-    """Return the largest relative differences from one process after so many steps."""
-    options = {**WAYS[way], "steps": steps}
-    if name in megatron_cells.CELLS:
-        expected = megatron_cells.reference(**options)
-    else:
-        parallel_cells.CELLS.setdefault(name, ALL[name])
-        expected = reference(name, **options)
-    return compare(cell(name, **options), expected, tolerance=TOLERANCES[way.split(",")[0]])
+def parity(name: str, ways: list[str], *, steps: int = STEPS) -> dict[str, dict[str, float]]:
+    """Return for each way the largest relative differences from one process after so many steps."""
+    options = [{**WAYS[way], "steps": steps} for way in ways]
+    differences: dict[str, dict[str, float]] = {}
+    for way, one, found in zip(ways, options, many(name, options)):
+        if name in megatron_cells.CELLS:
+            expected = megatron_cells.reference(**one)
+        else:
+            parallel_cells.CELLS.setdefault(name, ALL[name])
+            expected = reference(name, **one)
+        differences[way] = compare(found, expected, tolerance=TOLERANCES[way.split(",")[0]])
+    return differences
 
 
-def transfer(source: str, target: str, folder: Path) -> float:
-    """Save under one strategy after 4 steps, go on under another to step 8; return the distance from one process."""
-    options = {"steps": 8, "validate": False}
-    place = folder / source
-    if not place.exists():
-        cell(source, steps=4, validate=False, enable_checkpointing=True, default_root_dir=str(place))
-    (manifest,) = place.glob("runs/*/checkpoints/*/manifest.json")
-    of_megatron = source in OF_MEGATRON
-    whole = megatron_cells.reference(**options) if of_megatron else reference("single", **options)
+def transfer(kind: str, sources: list[str], target: str, folder: Path) -> dict[str, float]:
+    """Save under strategies after 4 steps, go on under another to step 8; return the distances from one process."""
+    (module, names), options = BETWEEN[kind], {"steps": 8, "validate": False}
+    for source in sources:
+        place = folder / kind.strip(": ") / source
+        if not place.exists():
+            saving = {"steps": 4, "validate": False, "enable_checkpointing": True, "default_root_dir": str(place)}
+            many(source, [saving], module)
+    places = [folder / kind.strip(": ") / source for source in sources]
+    checkpoints = [next(place.glob("runs/*/checkpoints/*/manifest.json")).parent for place in places]
+    (whole,) = many(names[0], [options], module)
     rest = {**whole, "losses": whole["losses"][4:], "norms": whole["norms"][4:]}
-    return max(compare(cell(target, **options, ckpt=str(manifest.parent)), rest).values())
+    found = many(target, [{**options, "ckpt": str(checkpoint)} for checkpoint in checkpoints], module)
+    return {source: max(compare(one, rest).values()) for source, one in zip(sources, found)}
 
 
 def main(names: list[str]) -> None:
-    """Fill what is missing, or do the named strategies anew, and write the page after each cell."""
+    """Fill what is missing, or do the named strategies anew, and write the page after each strategy."""
     preload()
-    kept = DOCS / "parity.json"
-    results = json.loads(kept.read_text()) if kept.exists() else {"parity": {}, "transfer": {}}
-
-    def keep() -> None:
-        kept.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        (DOCS / "parity.md").write_text(page(results))
-
     for name in names or RANKS:
-        for way in WAYS:
-            if names or way not in results["parity"].get(name, {}):
-                results["parity"].setdefault(name, {})[way] = parity(name, way)
-                print(name, way, results["parity"][name][way], flush=True)
-                keep()
+        ways = [way for way in WAYS if names or way not in kept()["parity"].get(name, {})]
+        if ways:
+            keep(parity={name: parity(name, ways)})
     with tempfile.TemporaryDirectory() as folder:
-        for source, target in ways_between():
-            way = f"{source} → {target}"
-            chosen = not names or source in names or target in names
-            if chosen and (names or way not in results["transfer"]):
-                results["transfer"][way] = transfer(source, target, Path(folder))
-                print(way, results["transfer"][way], flush=True)
-                keep()
-    keep()
+        for kind, (_, strategies) in BETWEEN.items():
+            for target in strategies:
+                missing = [source for source in strategies if (names and {source, target} & set(names))
+                           or not names and f"{kind}{source} → {target}" not in kept()["transfer"]]  # fmt: skip
+                if missing:
+                    done = transfer(kind, missing, target, Path(folder))
+                    keep(transfer={f"{kind}{source} → {target}": value for source, value in done.items()})
 
 
-def ways_between() -> list[tuple[str, str]]:
-    """Return from where to where checkpoints go."""
-    return [(source, target) for group in (BETWEEN, OF_MEGATRON) for source in group for target in group]
+def kept() -> dict[str, Any]:
+    """Return the results so far."""
+    file = DOCS / "parity.json"
+    return json.loads(file.read_text()) if file.exists() else {"parity": {}, "transfer": {}}
+
+
+def keep(**found: Any) -> None:
+    """Add results to those that are kept, without what there is no more, and write the page."""
+    print(found, flush=True)
+    results = kept()
+    for name, ways in found.get("parity", {}).items():
+        results["parity"].setdefault(name, {}).update(ways)
+    results["transfer"].update(found.get("transfer", {}))
+    wanted = set(ways_between())
+    results = {
+        "parity": {name: ways for name, ways in results["parity"].items() if name in RANKS},
+        "transfer": {way: value for way, value in results["transfer"].items() if way in wanted},
+    }
+    (DOCS / "parity.json").write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    (DOCS / "parity.md").write_text(page(results))
+
+
+def ways_between() -> list[str]:
+    """Return the names of all ways from checkpoint to checkpoint."""
+    return [f"{kind}{one} → {other}" for kind, (_, names) in BETWEEN.items() for one in names for other in names]
 
 
 def page(results: dict[str, Any]) -> str:
@@ -125,10 +151,7 @@ def page(results: dict[str, Any]) -> str:
     for name, ranks in RANKS.items():
         found = results["parity"].get(name, {})
         rows.append([name, str(ranks), *(_shown(found.get(way)) for way in WAYS)])
-    between, of_megatron = (
-        [[source, *(_number(results["transfer"].get(f"{source} → {target}")) for target in group)] for source in group]
-        for group in (BETWEEN, OF_MEGATRON)
-    )
+    tables = {kind: _between(kind, results["transfer"]) for kind in BETWEEN}
     return f"""# Parity
 
 Made by `python -m drivetrain.tests.conformance.matrix`; the numbers are what that run found.
@@ -149,14 +172,26 @@ digits, so that sums in another order differ by up to a few per cent.
 Saved after 4 steps under the strategy of the row, gone on with to step 8 under that of the column: weights, Adam's moments,
 schedule, position and random states go over. The largest relative difference from one process that was not interrupted.
 
-{_table(["saved under", *BETWEEN], between)}
+{tables[""]}
+
+The same with the model that is cut into stages, and with that of experts:
+
+{tables["stages: "]}
+
+{tables["experts: "]}
 
 The same with the GPT of Megatron, which is under the names of the whole model in every checkpoint ("torch": one process,
 without Megatron):
 
-{_table(["saved under", *OF_MEGATRON], of_megatron)}
+{tables["megatron: "]}
 
 """
+
+
+def _between(kind: str, found: dict[str, float]) -> str:
+    names = BETWEEN[kind][1]
+    rows = [[source, *(_number(found.get(f"{kind}{source} → {target}")) for target in names)] for source in names]
+    return _table(["saved under", *names], rows)
 
 
 def _shown(differences: dict[str, float] | None) -> str:
