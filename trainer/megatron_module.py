@@ -126,7 +126,8 @@ class MegatronModule(TrainModule):
     def _made(self, model: MegatronModel | None) -> MegatronModel:
         if model is None:
             raise RuntimeError(
-                f"Expected {type(self).__name__} in a run. Received: no model yet. Call Trainer(strategy='megatron').fit."
+                f"Expected {type(self).__name__} in a run. Received: no model yet. Call fit of a "
+                "Trainer(strategy='megatron')."
             )
         return model
 
