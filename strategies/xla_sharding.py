@@ -38,8 +38,8 @@ def arrange(parallelism: ParallelismConfig | None, devices: int) -> ParallelismC
     other = set(sizes) - set(AXES)
     if other:
         raise ValueError(
-            f"Expected degrees of {', '.join(AXES)} for XLA. Received: {shown}. Leave out "
-            f"{', '.join(sorted(other))}, or use another engine (strategy='fsdp', 'cp', 'pp', …)."
+            f"Expected {', '.join(f'{axis}_size' for axis in AXES)} for XLA. Received: {shown}. Leave out "
+            f"{', '.join(f'{axis}_size' for axis in sorted(other))}, or use another engine (strategy='cp', 'pp', …)."
         )
     try:
         return config.resolved(devices)

@@ -31,10 +31,11 @@ class XLAWorld(TorchWorld):
         runtime = xla_runtime.part("runtime")
         size = 1 if spmd else int(runtime.world_size())
         if size != placement.size:
+            alone = "Start them by torch_xla.launch on a TPU: as they are, each process would train alone"
+            several = "A process with several devices needs SPMD: strategy='xla_spmd'"
             raise ValueError(
                 f"Expected the devices of {placement.size} processes, started by {placement.launcher or 'nobody'}, to "
-                f"form one world. Received: a world of {size}, in which each process would train alone. Start them by "
-                "torch_xla.launch on a TPU."
+                f"form one world. Received: a world of {size}. {alone if size < placement.size else several}."
             )
         if size == 1:
             return World(device)
