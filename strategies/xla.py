@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import initial_weights, random, subgroup, xla_runtime
+from . import initial_weights, random, subgroup, xla_launch, xla_runtime
 from . import world as worlds
 from .base import Settings, Strategy, is_scheduler
 from .checkpoint.tensors import clean_keys
@@ -95,6 +95,7 @@ class XLAStrategy(Strategy):
         xla_runtime.package()
         _check_device(device, cpu=cpu)
         check_processes(placement, spmd=self.spmd)
+        xla_launch.join(placement)
         found = xla_runtime.start(spmd=self.spmd)
         if self.spmd:
             config = self.parallelism or (ParallelismConfig(dp_shard_size=-1) if self.plugin.fsdp else None)
@@ -186,11 +187,7 @@ class XLAStrategy(Strategy):
 
     def prepare_loader(self, loader: Any, **options: Any) -> Any:
         rows = None if self.sharding is None else (self.sharding.mesh, self.sharding.rows)
-        between = self._steps.between_batches()
-        prepared = prepare(loader, world=self.data_world, between=between, rows=rows, **options)
-        if prepared.feed is not None:
-            prepared.feed = between.around(prepared.feed)
-        return prepared
+        return prepare(loader, world=self.data_world, between=self._steps.between_batches(), rows=rows, **options)
 
     # A step
 

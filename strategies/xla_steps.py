@@ -7,7 +7,6 @@ and gradients are let go of; not between the micro-batches of a window, which ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import xla_runtime
@@ -58,20 +57,6 @@ class Between:
         trained, self._seen = steps.backwards != self._seen, steps.backwards
         if not trained or state.sync_gradients or state.sync_each_batch:
             steps.hand_over()
-
-    def around(self, feed: Callable[[Any, int | None], Iterator[Any]]) -> Callable[[Any, int | None], Iterator[Any]]:
-        """Returns what feeds a loader, with work handed over also before the first batch and where a loop is left."""
-
-        def fed(pairs: Any, most: int | None = None) -> Iterator[Any]:
-            self()
-            batches = feed(pairs, most)
-            try:
-                yield from batches
-            except GeneratorExit:
-                self()
-                raise
-
-        return fed
 
 
 class XLAOptimizer(AcceleratedOptimizer):
