@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -50,7 +51,9 @@ def shard(
     root.set_reduce_scatter_unused_params(True)  # a rank may not use what the others do: its part is then zero
     if prefetch:
         _prefetch([module for module in model.modules() if isinstance(module, FSDPModule) and module is not model])
-    return Route.of(model)
+    route = Route.of(model)
+    route.watch([module for module in model.modules() if isinstance(module, FSDPModule) and module is not model], mesh)
+    return route
 
 
 def wrap_forwards(model: nn.Module, units: list[nn.Module], *, recompute: bool, compile: dict[str, Any] | None) -> None:
@@ -79,6 +82,8 @@ class Route:
         self.model = model
         self.depth = 0
         self._by_hand = False
+        self._watch: list[Any] = []  # hooks on the units, until the first pass ends
+        self._group: Any = None
         self._state = cast(FSDPModule, model)._get_fsdp_state()
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
@@ -99,6 +104,35 @@ class Route:
         args, kwargs = self._state._pre_forward(self.model, args, kwargs)
         outputs = self._run(method, *args, **kwargs)
         return self._after(self.model, args, outputs)
+
+    def watch(self, units: Iterable[nn.Module], mesh: Any) -> None:
+        """Lets the ranks of a mesh tell each other in the first pass which unit they are going to call.
+
+        A unit that some of them leave out is an error by name then. Later passes tell nothing.
+        """
+        names = {id(module): name for name, module in self.model.named_modules()}
+        self._group = mesh.get_group(mesh.ndim - 1)
+        for unit in units if dist.get_backend(self._group) != "fake" else ():
+            hook = functools.partial(self._agree, names[id(unit)])
+            self._watch.append(unit.register_forward_pre_hook(hook, prepend=True))
+
+    def _agree(self, name: str, *arguments: Any) -> None:
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, name, group=self._group)
+        if len(set(told)) > 1:
+            ranks = dist.get_process_group_ranks(self._group)
+            shown = ", ".join(f"{one or 'the end'} on rank {rank}" for rank, one in zip(ranks, told))
+            raise RuntimeError(
+                f"Expected all ranks to call the same unit of a sharded model. Received: {shown}. Call it on every "
+                "rank, and multiply what it returns by zero where it is not wanted."
+            )
+
+    def _end_watch(self) -> None:
+        if self._watch:
+            self._agree("")
+            for hook in self._watch:
+                hook.remove()
+            self._watch.clear()
 
     def manually(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a method that calls backward itself; see `backward` and `stepped`."""
@@ -144,6 +178,7 @@ class Route:
     def _after(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         if self.depth:
             return None
+        self._end_watch()
         outputs = self._state._post_forward(model, args, outputs)
         if not torch.is_grad_enabled():  # no backward follows, for which the root would have to stay whole
             for group in _groups(model):

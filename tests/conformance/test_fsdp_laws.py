@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from drivetrain.strategies.fsdp import FSDPStrategy
 from drivetrain.strategies.fsdp1 import FSDP1Strategy
-from drivetrain.tests.conformance.cells import Record, cell, trained
-from drivetrain.tests.distributed import run
+from drivetrain.tests.conformance.cells import Record, Transformer, cell, trained
+from drivetrain.tests.distributed import RankFailed, run
 
 TOLERANCE = {None: 1e-5, "bf16": 2e-2}
 CELLS = [
@@ -78,3 +79,28 @@ def test_parity_whatever_is_sharded_and_when(options):
 def test_parity_of_version_1_whatever_is_sharded_and_when(options, ranks):
     found = cell(lambda: FSDP1Strategy(**options), ranks, reference=short_reference(), steps=6)
     assert all(value <= 1e-5 for value in found.values()), found
+
+
+class Skipping(Transformer):
+    """Leaves a block out on one rank."""
+
+    def __init__(self, bad: int, block: int) -> None:
+        super().__init__()
+        self.bad, self.block = bad, block
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        for index, layer in enumerate(self.layers):
+            x = x if index == self.block and torch.distributed.get_rank() == self.bad else layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("strategy", "bad", "block", "said"), [
+    ("fsdp", 1, 0, "layers.0 on rank 0, layers.1 on rank 1"),
+    ("fsdp", 0, 1, "the end on rank 0, layers.1 on rank 1"),
+])  # fmt: skip
+def test_a_unit_that_one_rank_does_not_call_is_named(strategy, bad, block, said):
+    """Its weights would else be gathered with those of another unit, or for ever."""
+    with pytest.raises(RankFailed, match=f"Expected all ranks to call the same unit.*Received: {said}") as failure:
+        run(lambda rank: trained(strategy, steps=2, model=lambda: Skipping(bad, block)), 2, patience=20)
+    assert "Then rank 1 raised RuntimeError: Expected all ranks" in str(failure.value) or failure.value.rank == 1
