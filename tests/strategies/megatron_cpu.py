@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = "cpu"
+_RUN_BACKWARD = torch.autograd._engine_run_backward
 _MOVES = ("cuda", "pin_memory", "record_stream")  # methods that leave a tensor where it is
 
 
@@ -40,7 +41,16 @@ class OnCPU(TorchFunctionMode):
         random: Any = import_module("megatron.core.tensor_parallel.random")
         self._patches.enter_context(patch.object(random, "_set_cuda_rng_state", _set_rng_state))
         self._patches.enter_context(patch.object(random, "_get_cuda_rng_state", _get_rng_state))
+        self._patches.enter_context(patch.object(torch.autograd, "_engine_run_backward", self._backward))
         return super().__enter__()
+
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        """A backward pass, in which activations are computed again: torch leaves the mode for its calls."""
+        TorchFunctionMode.__enter__(self)
+        try:
+            return _RUN_BACKWARD(*args, **kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
