@@ -200,7 +200,10 @@ class FSDPStrategy(ShardedState, ProcessGroupStrategy):
 
     def _wrap_forwards(self, model: torch.nn.Module, units: list[Any], dynamo: TorchDynamoPlugin | None) -> None:
         options = dynamo.to_kwargs() if dynamo is not None and dynamo.active else None
-        sharding.wrap_forwards(model, units, recompute=bool(self.plugin.activation_checkpointing), compile=options)
+        sharding.wrap_forwards(
+            model, units, recompute=bool(self.plugin.activation_checkpointing),
+            offload=bool(self.plugin.activation_checkpointing_offload), compile=options,
+        )  # fmt: skip
 
     def _shard_model(self, model: torch.nn.Module, units: list[Any], ignored: list[Any]) -> None:
         plugin = self.plugin

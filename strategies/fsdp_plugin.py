@@ -80,6 +80,8 @@ class FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading: only the first process has weights when the model is prepared.
         transformer_cls_names_to_wrap: the classes of units by name, for "transformer_based_wrap".
         min_num_params: the least elements of a unit, for "size_based_wrap".
+        activation_checkpointing_offload: drivetrain's as an argument, Accelerate's as a launch key: what units need to
+            compute their activations again waits on the CPU.
 
     Raises:
         ValueError: a value does not exist, or has no meaning in this version; the message shows it.
@@ -107,6 +109,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+    activation_checkpointing_offload: bool | None = None
 
     def __post_init__(self) -> None:
         launched = environment.group("FSDP_")
@@ -277,14 +280,14 @@ class FullyShardedDataParallelPlugin:
     def _set_flags(self, launched: environment.Group) -> None:
         self.cpu_offload = launched.agreed("offload_params", self.cpu_offload, launched.flag("offload_params"))
         for name in ("use_orig_params", "sync_module_states", "forward_prefetch", "activation_checkpointing",
-                     "cpu_ram_efficient_loading"):  # fmt: skip
+                     "activation_checkpointing_offload", "cpu_ram_efficient_loading"):  # fmt: skip
             said = launched.flag(name) if launched.text(name) is not None else None
             value = launched.agreed(name, getattr(self, name), said)
             setattr(self, name, _UNSAID.get(name, False) if value is None else value)
-        if launched.text("activation_checkpointing_offload") and launched.flag("activation_checkpointing_offload"):
-            raise NotImplementedError(
-                "Expected activations to stay on the device or to be computed again. Received: "
-                "fsdp_activation_checkpointing_offload=true. Use fsdp_activation_checkpointing alone."
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError(
+                "Expected activation_checkpointing, of which activation_checkpointing_offload keeps the inputs on the "
+                "CPU. Received: activation_checkpointing=False. Set it."
             )
         if self.cpu_ram_efficient_loading and self.sync_module_states is False:
             raise ValueError(

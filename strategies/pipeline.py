@@ -181,7 +181,10 @@ class PipelineStrategy(ParallelStrategy):
                 continue
             apart = self.expert_shards(stage)
             units = [one for one in wrapping.units(stage, kinds, ignored=left_out) if one not in apart]
-            sharding.wrap_forwards(stage, units, recompute=bool(plugin.activation_checkpointing), compile=options)
+            sharding.wrap_forwards(
+                stage, units, recompute=bool(plugin.activation_checkpointing),
+                offload=bool(plugin.activation_checkpointing_offload), compile=options,
+            )  # fmt: skip
             sharding.shard(
                 stage, mesh=self.layout.shards(), units=units, ignored=self._ignored(model), reshard=False,
                 offload=plugin.offload_on(self.device), mixed_precision=plugin.mixed_precision_policy, apart=apart,

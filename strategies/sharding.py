@@ -56,14 +56,26 @@ def shard(
     return route
 
 
-def wrap_forwards(model: nn.Module, units: list[nn.Module], *, recompute: bool, compile: dict[str, Any] | None) -> None:
-    """Lets the units of a model compute activations again in a backward, and be compiled with these options."""
+def wrap_forwards(
+    model: nn.Module, units: list[nn.Module], *, recompute: bool, offload: bool, compile: dict[str, Any] | None
+) -> None:
+    """Lets the units of a model compute activations again in a backward, and be compiled with these options.
+
+    With `offload` what they need for that waits on the CPU.
+    """
     if recompute and not units:
         logger.warning("activation_checkpointing has no effect: the model has no units but itself.")
     for unit in units if recompute else ():
         replace(unit, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False))
+        if offload:
+            replace(unit, lambda forward: functools.partial(_with_inputs_on_cpu, forward))
     for part in (units or [model]) if compile is not None else ():  # inside of the hooks, which are not compiled
         replace(part, lambda forward: torch.compile(forward, **compile))
+
+
+def _with_inputs_on_cpu(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
+        return forward(*args, **kwargs)
 
 
 def replace(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -52,6 +52,7 @@ def test_parity_with_one_process_after_fifty_steps(strategy, ranks, precision, a
         {"reshard_after_forward": False},
         {"cpu_offload": True},
         {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
         {"auto_wrap_policy": "NO_WRAP"},
         {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500},
         {"transformer_cls_names_to_wrap": ["Block"], "forward_prefetch": True},
