@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain.strategies.choice import registry
 from drivetrain.tests.conformance import parallel_cells
-from drivetrain.tests.conformance.matrix import ALL, DOCS, RANKS, TOLERANCES, WAYS, page, ways_between
+from drivetrain.tests.conformance.matrix import ALL, DOCS, RANKS, WAYS, bound, page, ways_between
 
 RESULTS = json.loads((DOCS / "parity.json").read_text())
 
@@ -25,8 +25,8 @@ def test_every_strategy_is_there_in_every_way():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_differences_are_within_the_law(way):
-    bound = TOLERANCES[way.split(",")[0]]
-    beyond = {name: found[way] for name, found in RESULTS["parity"].items() if max(found[way].values()) > bound}
+    results = RESULTS["parity"].items()
+    beyond = {name: found[way] for name, found in results if max(found[way].values()) > bound(name, way)}
     assert not beyond
 
 
