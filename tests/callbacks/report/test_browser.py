@@ -31,7 +31,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=200_000)
         yield browser
         browser.close()
 
@@ -44,6 +44,7 @@ def opened(browser, tmp_path):
 
     def open_page(**options):
         context = browser.new_context(**options)
+        context.set_default_timeout(200_000)  # milliseconds: a machine may be busy
         tab = context.new_page()
         tab.on("pageerror", lambda error: problems.append(str(error)))
         tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
