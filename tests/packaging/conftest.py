@@ -32,7 +32,7 @@ class Installed:
 
 def check(*command: str, cwd: Path) -> str:
     """Run a command that has to succeed; return its standard output."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
