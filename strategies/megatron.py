@@ -316,7 +316,7 @@ class MegatronStrategy(MegatronState):
             engine.finish()
 
     def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable | None = None, *, precision: Precision
+        self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any] | None = None, *, precision: Precision
     ) -> tuple[bool, Any]:
         if closure is not None:
             raise ValueError("Expected no closure under Megatron. Received: one. Use an optimizer that needs none.")

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .megatron_plugin import MegatronLMPlugin
 
@@ -134,10 +135,19 @@ def data_parallel(
         "grad_reduce_in_fp32": config.bf16 or config.fp16, **fields.ddp,
     }  # fmt: skip
     settings = distributed.DistributedDataParallelConfig(**options)
-    made = [
+    _make_alike(chunks)  # before there are buffers, so that it does not add to the most that is needed
+    return [
         distributed.DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    for chunk in made:
-        chunk.broadcast_params()
-    return made
+
+
+def _make_alike(chunks: list[Any]) -> None:
+    """Gives replicas the weights of the first of them."""
+    state = import_module("megatron.core.parallel_state")
+    whole = state.get_data_parallel_group(with_context_parallel=True), state.get_expert_data_parallel_group()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            group = whole[0] if getattr(parameter, "allreduce", True) else whole[1]
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(parameter.detach(), dist.get_global_rank(group, 0), group=group)

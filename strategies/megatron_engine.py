@@ -90,7 +90,7 @@ class Engine:
             return _from_last(_joined(outputs[: parts.real]) if self.last else None, self.pipeline)
 
     def _whole(self, batch: Any, output: Any) -> Any:
-        """The output with the logits of the whole vocabulary, of which each of the ranks that share a layer has some."""
+        """The output with logits of the whole vocabulary, of which each of the ranks that share a layer has some."""
         if any(batch.inputs.get(name) is not None for name in ("labels", "lm_labels")):
             return output
         logits, *rest = output if isinstance(output, tuple) else (output,)
@@ -136,7 +136,10 @@ class Engine:
             )
         if not forward_only:
             self._set_aside()
-        forward = lambda part, chunk, real=True: forward_step(iter([part]), chunk)  # noqa: E731
+
+        def forward(part: Any, chunk: Any) -> Any:
+            return forward_step(iter([part]), chunk)
+
         return self._schedule(parts, forward, forward_only=forward_only, collect=False)
 
     def _training(self, part: Any, chunk: Any, real: bool = True) -> tuple[Tensor, Any]:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from . import subgroup
 from .megatron_engine import Engine
 from .megatron_model import MegatronModel, find
-from .megatron_train_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+from .megatron_train_steps import BertTrainStep, GPTTrainStep, T5TrainStep
 from .nested import recursively_apply
 from .pipelined import Recorder
 
-_HANDLERS: dict[str, type[AbstractTrainStep]] = {"gpt": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}
+_HANDLERS: dict[str, Any] = {"gpt": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}
 
 
 class MegatronEngine(nn.Module):
@@ -40,12 +40,12 @@ class MegatronEngine(nn.Module):
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any = None, scheduler: Any = None) -> None:
         super().__init__()
-        found = model.module if isinstance(model, MegatronEngine) else model
+        found: Any = model.module if isinstance(model, MegatronEngine) else model
         if not isinstance(found, MegatronModel):
             raise TypeError(
                 f"Expected a MegatronModel. Received: {type(model).__name__}. Let accelerator.prepare make the engine."
             )
-        self.module = found
+        self.module: MegatronModel = found
         self.__dict__["strategy"] = getattr(accelerator, "strategy", accelerator)
         self.optimizer, self.scheduler = optimizer, scheduler
         self.iteration = 0

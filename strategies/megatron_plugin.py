@@ -46,7 +46,12 @@ _GONE: dict[str, tuple[Any, str]] = {
     "use_custom_fsdp": (False, "Use strategy='fsdp' for sharded weights"),
     "tensorboard_dir": (None, "Use log_with='tensorboard', or Trainer(logger='tensorboard')"),
     "set_all_logging_options": (False, "Use log_with, or Trainer(logger=…)"),
-    "custom_prepare_model_function": (None, "Pass custom_model_provider_function, or your own MegatronModel"),
+    "custom_prepare_model_function": (None, "Prepare a MegatronModel of your own"),
+    "custom_model_provider_function": (
+        None, "Give MegatronModel an object with config, build and batch, whose build returns the chunk",
+    ),
+    "encoder_seq_length": (None, "Batches have lengths of their own"),
+    "decoder_seq_length": (None, "Batches have lengths of their own"),
 }
 
 
@@ -81,11 +86,11 @@ class MegatronLMPlugin:
         consumed_samples: zeros: checkpoints know where loaders go on.
         no_wd_decay_cond: `f(name, parameter)`: no weight decay here.
         scale_lr_cond, lr_mult: `f(name, parameter)`: the learning rate times `lr_mult` here.
-        megatron_dataset_flag, seq_length, encoder_seq_length, decoder_seq_length, eval_iters, eval_interval,
-            custom_megatron_datasets_provider_function: Megatron's indexed data sets (see MegatronLMDummyDataLoader).
+        megatron_dataset_flag, seq_length, eval_iters, eval_interval, custom_megatron_datasets_provider_function:
+            Megatron's indexed data sets (see MegatronLMDummyDataLoader).
         return_logits: `eval_step` returns logits beside losses.
         custom_train_step_class, custom_train_step_kwargs: an AbstractTrainStep in the place of GPT's, BERT's or T5's.
-        custom_model_provider_function: `f(pre_process, post_process)` returns a chunk of megatron-core.
+        custom_model_provider_function, custom_prepare_model_function: none: see MegatronModel for models of your own.
         custom_get_batch_function, custom_loss_function: parts of the train steps.
         other_megatron_args: further fields of megatron-core's TransformerConfig, OptimizerConfig or
             DistributedDataParallelConfig, by name.
@@ -212,6 +217,10 @@ class MegatronLMPlugin:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.lr_mult != 1.0 and self.scale_lr_cond is None:
+            raise ValueError(
+                f"Expected scale_lr_cond with lr_mult, which says for what. Received: lr_mult={self.lr_mult}. Set both."
+            )
         if self.sequence_parallelism and self.tp_degree == 1:
             raise ValueError(
                 "Expected tp_degree of 2 or more with sequence_parallelism, which shares sequences among the ranks "
