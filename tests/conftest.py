@@ -9,7 +9,9 @@ import signal
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; children inherit it
-_LEAVE_THREADS = ("test_choice.py", "test_server.py", "test_services.py")
+_LEAVE_THREADS = (
+    "trainer/test_uploads.py", "tracking/test_choice.py", "tracking/test_server.py", "tracking/test_services.py"
+)  # fmt: skip
 
 
 def pytest_configure():
@@ -20,8 +22,8 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Services of trackers come last: they leave threads in this process, from which other tests fork ranks."""
-    items.sort(key=lambda item: item.path.parent.name == "tracking" and item.path.name in _LEAVE_THREADS)
+    """Clients of services come last: they leave threads in this process, from which other tests fork ranks."""
+    items.sort(key=lambda item: item.path.as_posix().endswith(_LEAVE_THREADS))
 
 
 @pytest.fixture(autouse=True)
