@@ -164,7 +164,7 @@ def train(name: str, *, dropout: float = 0.0, **options: Any) -> dict[str, Any]:
         return parallel_cells.train(strategy(**engine), module=Megatron(**drops, **fields), **options)
 
 
-def cell(name: str, *, timeout: float = 170, **options: Any) -> dict[str, Any]:
+def cell(name: str, *, timeout: float = 280, **options: Any) -> dict[str, Any]:
     """Train under a cell's arrangement; return what the first rank has, after a look that all agree."""
     preload()
     ranks = CELLS[name][0]
@@ -177,7 +177,7 @@ def cell(name: str, *, timeout: float = 170, **options: Any) -> dict[str, Any]:
 
 def plain(**options: Any) -> dict[str, Any]:
     """The same on one process by torch alone."""
-    return run(lambda rank: parallel_cells.train(module=Plain(), **options), 1, group=False, timeout=170)[0]
+    return run(lambda rank: parallel_cells.train(module=Plain(), **options), 1, group=False, timeout=280)[0]
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from drivetrain.tests.conformance.megatron_cells import FIELDS, fill, preload  #
 from drivetrain.tests.conformance.parallel_cells import Tokens  # noqa: E402
 from drivetrain.tests.strategies.megatron_cpu import OnCPU  # noqa: E402
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 SMALL = {**FIELDS, "num_layers": 2}
 EXPERTS = {**SMALL, "num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "gated_linear_unit": True,
            "activation_func": "silu"}  # fmt: skip
