@@ -39,5 +39,6 @@ def test_words_for_sharing_a_model_are_all_in_the_matrix():
     same = {"tensor_parallel": "tp", "context_parallel": "cp", "ulysses": "sp", "pipeline": "pp-1F1B", "pp": "pp-1F1B",
             "expert_parallel": "ep", "fsdp2": "fsdp", "deepspeed": "deepspeed_stage_2",
             "deepspeed_stage_2_offload": "deepspeed_stage_2", "deepspeed_stage_3_offload": "deepspeed_stage_3"}  # fmt: skip
-    for word in set(registry()) - {"xla"}:  # which runs in an environment of its own: tests/xla
+    elsewhere = {"xla", "tpu", "xla_spmd", "xla_fsdp"}  # in an environment of its own: tests/xla
+    for word in set(registry()) - elsewhere:
         assert same.get(word, "ddp" if word.startswith("ddp") else word) in RANKS, word
