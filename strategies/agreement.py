@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import random
 from . import world as worlds
 from .settings import RNGType
 
@@ -47,8 +48,9 @@ class _Device:
     """The generator of one kind of device, with a torch.Generator's methods."""
 
     def __init__(self, kind: str) -> None:
-        self.module: Any = getattr(torch, kind, None)
-        if self.module is None or not self.module.is_available():
+        own = random.registered(kind)
+        self.module: Any = own or getattr(torch, kind, None)
+        if own is None and (self.module is None or not self.module.is_available()):
             raise ValueError(f"Expected a device of this machine. Received: rng_types {kind!r}. Leave it out.")
 
     def get_state(self) -> torch.Tensor:

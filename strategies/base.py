@@ -341,7 +341,7 @@ def choose_device(device: str | torch.device | None = None, *, cpu: bool = False
         return torch.device("cpu")
     if chosen is not None and chosen.type in ("cpu", "meta"):
         return chosen
-    own = torch.accelerator.current_accelerator()
+    own = torch.accelerator.current_accelerator(check_available=True)
     if chosen is not None and (own is None or chosen.type != own.type):
         available = "cpu" if own is None else f"cpu, {own.type}"
         raise ValueError(f"Expected a device of this machine ({available}). Received: device={str(chosen)!r}.")

@@ -51,6 +51,11 @@ def register(kind: str, generator: Any) -> None:
     _generators[kind] = generator
 
 
+def registered(kind: str) -> Any:
+    """What was registered for a kind of device, or None."""
+    return _generators.get(kind)
+
+
 def run_seed() -> int:
     """The number given to `set_seed` last, or torch's initial seed (random, another in each process) without one."""
     return torch.initial_seed() if _seed is None else _seed

@@ -398,6 +398,9 @@ class GradientAccumulationPlugin(KwargsHandler):
             check_num_steps(self.num_steps)
 
 
+_OF_XLA = {"OPENXLA": "AOT_TORCHXLA_TRACE_ONCE", "OPENXLA_EVAL": "TORCHXLA_TRACE_ONCE"}  # torch's names, Accelerate's
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile`; `use_regional_compilation` compiles the repeated blocks of a model one by one."""
@@ -412,7 +415,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         name = "NO" if self.backend is None else str(self.backend).upper()
-        self.backend = _member(DynamoBackend, name, "dynamo_backend")
+        self.backend = _member(DynamoBackend, _OF_XLA.get(name, name), "dynamo_backend")
 
     @property
     def active(self) -> bool:
@@ -427,6 +430,7 @@ class TorchDynamoPlugin(KwargsHandler):
         """Returns the arguments for `torch.compile`: those fields that differ from its defaults."""
         values = {name: value for name, value in self.to_dict().items() if value not in (None, False)}
         values.pop("use_regional_compilation", None)
+        values["backend"] = next((name.lower() for name, old in _OF_XLA.items() if old == self.backend), values["backend"])
         return values if self.active else {name: value for name, value in values.items() if name != "backend"}
 
 

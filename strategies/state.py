@@ -120,7 +120,7 @@ class PartialState:
 
     def set_device(self) -> None:
         """Makes this process's device the current one of its kind."""
-        if self.device.index is not None:
+        if self.device.index is not None and self.device.type != "xla":  # which has but one in a process
             torch.accelerator.set_device_index(self.device.index)
 
     def wait_for_everyone(self) -> None:

@@ -156,7 +156,7 @@ class XLAStrategy(Strategy):
         """Moves a model to the device in place, shared out as the run asks for; the same object comes back."""
         if dynamo is not None and dynamo.active and dynamo.to_kwargs().get("backend") not in _COMPILERS:
             raise ValueError(
-                f"Expected a compiler for XLA: {' or '.join(map(repr, _COMPILERS))}. Received: "
+                f"Expected dynamo_backend to be a compiler for XLA: {' or '.join(map(repr, _COMPILERS))}. Received: "
                 f"dynamo_backend={dynamo.to_kwargs().get('backend')!r}. XLA compiles every step anyway: leave it out."
             )
         model = precision.prepare_model(model, evaluation=evaluation)  # parameters get their dtype before they go

@@ -8,6 +8,7 @@ each operator is added up. What kernels take inside of themselves, and a framewo
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 import weakref
@@ -24,11 +25,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..strategies import create, environment
 from ..strategies import world as worlds
+from ..strategies.gradient_mean import GradientMean
 from ..strategies.world import World
 from .optimization import configured
 
-STRATEGIES = ("single", "ddp", "hsdp", "fsdp")
-"""What is planned for, in the order of preference: what communicates least comes first."""
+STRATEGIES = ("single", "ddp", "hsdp", "fsdp", "tp", "cp", "sp")
+"""What is planned for, in the order of preference: what communicates least comes first, what asks something of a model
+last: a plan for its layers, or sequences and attention that can be divided."""
+_SUITED = ("tp", "cp", "sp")
 MARGIN = 0.1
 """The share of a device's memory that a plan leaves free: for fragments, kernels and the framework."""
 
@@ -84,7 +88,7 @@ def plan(
 
     ``make_module`` makes the TrainModule; it is called under a mode in which its weights take no memory. ``batch`` is
     one micro-batch of one process. ``memory`` are the bytes of one device. By default one device is planned "single",
-    several "ddp", "hsdp", "fsdp" and "fsdp" with activation checkpointing.
+    several "ddp", "hsdp", "fsdp", "fsdp" with activation checkpointing, and "tp", "cp" and "sp" where the model allows.
 
     Raises:
         RuntimeError: a process group exists already: plan before training, in a process of its own.
@@ -92,10 +96,11 @@ def plan(
     if dist.is_initialized():
         raise RuntimeError("Expected no process group while planning. Received: one. Plan in a process of its own.")
     names = strategies or (("single",) if devices == 1 else STRATEGIES[1:])
-    kinds = [(name, False) for name in names] + [(name, True) for name in names if name == "fsdp"]
+    kinds = [(name, again) for name in names for again in ((False, True) if name == "fsdp" else (False,))]
     options: dict[str, Any] = {"devices": devices, "precision": precision}
     found = [measure(make_module, batch, name, checkpointing=again, **options) for name, again in kinds]
-    return choose(found, memory)
+    asked = strategies is not None
+    return choose([one for one in found if asked or one.problem is None or one.strategy not in _SUITED], memory)
 
 
 def choose(found: list[Footprint], memory: float | None) -> Plan:
@@ -116,7 +121,8 @@ def choose(found: list[Footprint], memory: float | None) -> Plan:
     why = {
         "single": "there is one device", "ddp": "it fits, and exchanges gradients only",
         "hsdp": "replicas do not fit one device, and shared by few it exchanges less than shared by all",
-        "fsdp": "only shared by all devices it fits",
+        "fsdp": "only shared by all devices it fits", "tp": "it fits only with its layers shared out",
+        "cp": "it fits only with its sequences shared out", "sp": "it fits only with its sequences shared out",
     }[choice.strategy]  # fmt: skip
     if choice.checkpointing:
         why += ", and only with activations recomputed, which costs about a third of a step"
@@ -135,7 +141,7 @@ def measure(
     """Return what one step takes under a strategy; a step that cannot run without data gives a `problem`."""
     base = Footprint(strategy, devices, checkpointing)
     try:
-        with _as_one_of(devices, strategy, checkpointing) as engine, warnings.catch_warnings():
+        with _as_one_of(devices, strategy, checkpointing) as engine, warnings.catch_warnings(), _unlogged():
             warnings.simplefilter("ignore")  # that there is no run to log to, and the like
             return _measured(make_module, batch, engine, base, precision)
     except Exception as error:  # the user's module may do anything
@@ -146,6 +152,8 @@ def measure(
 def _measured(make_module: Any, batch: Any, engine: Any, base: Footprint, precision: str) -> Footprint:
     mode, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
     numbers = engine.precision("bf16-mixed" if precision == "16-mixed" else precision)  # a scaler reads values
+    if engine.divide_batch is not None:
+        batch, _ = engine.divide_batch(batch)
     batch = tree_map_only(torch.Tensor, mode.from_tensor, batch)
     with mode, meter:
         module = make_module()
@@ -178,7 +186,8 @@ def _measured(make_module: Any, batch: Any, engine: Any, base: Footprint, precis
 
 def device_memory(device: torch.device | str | None = None, *, ranks: int = 1) -> int:
     """Return the bytes of an accelerator's memory, or of this machine's shared by so many ranks."""
-    device = torch.device(device) if device is not None else torch.accelerator.current_accelerator()
+    here = torch.accelerator.current_accelerator(check_available=True)
+    device = here if device is None else torch.device(device)
     if device is not None and device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
@@ -258,6 +267,24 @@ class _Imagined(World):
 
 
 @contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep torch from logging operators that do not fit, which is found out and told here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _Means(GradientMean):
+    """Means over ranks that have used the same parameters."""
+
+    def _of_any_rank(self, places: set[int], count: int) -> list[int]:
+        return sorted(places)
+
+
+@contextmanager
 def _as_one_of(devices: int, strategy: str, checkpointing: bool) -> Iterator[Any]:
     """Give an engine that is set up as the first of so many processes; afterwards there is no trace of it."""
     before = worlds.current()
@@ -278,6 +305,8 @@ def _as_one_of(devices: int, strategy: str, checkpointing: bool) -> Iterator[Any
             engine.plugin.activation_checkpointing = True
         engine.setup(placement, device="cpu")
         engine.world = _Imagined(devices)
+        if hasattr(engine, "gradients"):
+            engine.gradients = _Means(_Imagined(devices if engine.loss_world.size > 1 else 1))
         yield engine
     finally:
         dist.destroy_process_group()
