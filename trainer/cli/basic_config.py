@@ -40,7 +40,7 @@ def write_basic_config(
 
 def _settings(precision: str) -> dict[str, Any]:
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     label = "GPU" if kind is None or kind.type == "cuda" else kind.type.upper()
     return {
         "compute_environment": "LOCAL_MACHINE",
