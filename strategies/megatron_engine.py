@@ -49,6 +49,9 @@ class Engine:
         self._job: Job | None = None
         self._chunk: Any = None  # the one that the schedule runs
         model.run = self.answer
+        self.parts = self.config.context_parallel_size  # of each sequence
+        if self.parts > 1:
+            model.part = own_part
 
     # What the model's calls get
 
@@ -68,7 +71,7 @@ class Engine:
         if self._chunk is None:
             raise ValueError("Expected one call of Megatron's model in a step. Received: a second one.")
         chunk, self._chunk = self._chunk, None
-        batch = self.model.architecture.batch(data)
+        batch = self.model.batch(data)
         output = batch.run(chunk)
         if self.last and chunk is self.chunks[-1]:
             return self._whole(batch, output)
@@ -78,7 +81,7 @@ class Engine:
         """Returns the output of the last chunk on every rank of the pipeline, without gradients."""
 
         def forward(part: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
-            batch = self.model.architecture.batch(part)
+            batch = self.model.batch(part)
             return batch.run(chunk), lambda output, non_loss_data=True: self._whole(batch, output)
 
         with torch.no_grad():
@@ -110,7 +113,7 @@ class Engine:
         parts = MicroBatches(batch, self.micro_batches, self._fits)
         several = parts.count > 1 or self.pipeline.size > 1
         self._set_aside()
-        job = self._job = Job(step, rest, recorder if several else None)
+        job = self._job = Job(step, rest, recorder if several else None, share=1 / self.parts)
         try:
             with torch.enable_grad():
                 self._schedule(parts, self._training, forward_only=False)
@@ -265,6 +268,27 @@ class Engine:
         finalize = import_module("megatron.core.distributed").finalize_model_grads
         finalize(self.chunks)
         self.complete = True
+
+
+def own_part(batch: Any) -> Any:
+    """Cuts a batch to the tokens of each sequence that this rank has, as Megatron's context parallel does.
+
+    Raises:
+        ValueError: it is no batch of a GPT, or its sequences cannot be cut equally.
+    """
+    size = 2 * import_module("megatron.core.parallel_state").get_context_parallel_world_size()
+    tokens = batch.inputs.get("input_ids")
+    if tokens is None or "tokentype_ids" in batch.inputs or tokens.shape[1] % size:
+        raise ValueError(
+            f"Expected samples of a GPT whose lengths {size} divides, with context_parallel_size. Received: "
+            f"{'other inputs' if tokens is None else tuple(tokens.shape)}. Pad them, or leave it at 1."
+        )
+    cut = import_module("megatron.core.utils").get_batch_on_this_cp_rank
+    given = {**batch.inputs, "mask": batch.mask}
+    mine = cut({name: value if value is None else value.contiguous() for name, value in given.items()})
+    batch.mask = mine.pop("mask")
+    batch.inputs = mine
+    return batch
 
 
 def _as_it_is(loss: Tensor) -> tuple[Tensor, None]:

@@ -25,6 +25,7 @@ from .megatron_model import MegatronModel, find
 from .megatron_train_steps import BertTrainStep, GPTTrainStep, T5TrainStep
 from .nested import recursively_apply
 from .pipelined import Recorder
+from .world import World
 
 _HANDLERS: dict[str, Any] = {"gpt": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}
 
@@ -101,8 +102,8 @@ class MegatronEngine(nn.Module):
         if self._has_own_step():
             found = self._evaluated(data)
         else:
-            total, count = self.module.architecture.batch(data).loss(self.engine.evaluate(data))
-            found = {"lm loss": _mean(total, count)}
+            total, count = self.module.batch(data).loss(self.engine.evaluate(data))
+            found = {"lm loss": _mean(total, count, self.strategy.loss_world)}
         if self._plugin.return_logits:
             inputs = {name: value for name, value in data.items() if name != "labels"}
             found["logits"] = self.engine.evaluate(inputs)
@@ -132,11 +133,11 @@ class MegatronEngine(nn.Module):
         found = self.engine.run(step, data, recorder=Recorder(module))
         if not by_tokens:
             self.engine.settle(None)
-            return {"lm loss": _mean(found.detach(), torch.ones((), device=found.device))}
+            return {"lm loss": _mean(found.detach(), torch.ones((), device=found.device), self.strategy.loss_world)}
         world, weight = self.strategy.loss_world, torch.as_tensor(found["weight"], dtype=torch.float64)
-        total = _summed(weight.to(world.device).clone())
+        total = _summed(weight.to(world.device).clone(), world)
         self.engine.settle((weight.to(world.device) * world.size / total.clamp(min=1)).float())
-        return {"lm loss": _mean(found["loss"].detach() * weight.float(), weight)}
+        return {"lm loss": _mean(found["loss"].detach() * weight.float(), weight, world)}
 
     def _natively(self, data: Any) -> dict[str, Tensor]:
         """Trains by the forward step of an AbstractTrainStep, as Megatron's schedule calls it."""
@@ -156,14 +157,13 @@ class MegatronEngine(nn.Module):
         return step
 
 
-def _mean(total: Tensor, count: Tensor) -> Tensor:
-    """Returns the mean over the ranks with other data, of sums and the numbers that they are of."""
-    both = _summed(torch.stack([total.detach().double(), count.to(total.device).double()]))
+def _mean(total: Tensor, count: Tensor, world: World) -> Tensor:
+    """Returns the mean over ranks, of sums and the numbers that they are of."""
+    both = _summed(torch.stack([total.detach().double(), count.to(total.device).double()]), world)
     return (both[0] / both[1].clamp(min=1)).float()
 
 
-def _summed(values: Tensor) -> Tensor:
-    world = subgroup.data()
+def _summed(values: Tensor, world: World) -> Tensor:
     return values if world.size == 1 else world.all_reduce(values)
 
 

@@ -45,6 +45,7 @@ class MegatronModel(nn.Module):
         self.config: Any = None  # Megatron's TransformerConfig, once chunks are there
         self.chunks = nn.ModuleList()
         self.run: Callable[[Any], Any] = _unprepared  # what an engine does with a micro-batch
+        self.part: Callable[[Any], Any] = _whole  # this rank's part of its sequences
         if _builder is not None:
             self.build()
 
@@ -65,9 +66,13 @@ class MegatronModel(nn.Module):
         """Returns the output for a batch: the losses of its tokens where it has labels, else logits."""
         return self.run(data)
 
+    def batch(self, data: Any) -> Any:
+        """Returns a batch as the model takes it: of each sequence the part that this rank has."""
+        return self.part(self.architecture.batch(data))
+
     def loss(self, data: Any) -> dict[str, torch.Tensor]:
         """Returns the mean loss of a batch over its tokens, and their number as its weight."""
-        total, count = self.architecture.batch(data).loss(self(data))
+        total, count = self.batch(data).loss(self(data))
         return {"loss": total / count.clamp(min=1), "weight": count}
 
 
@@ -87,6 +92,10 @@ def set_builder(builder: Callable[[MegatronModel], Any] | None) -> None:
     """Tells how chunks are made: by the engine of Megatron that is set up."""
     global _builder
     _builder = builder
+
+
+def _whole(batch: Any) -> Any:
+    return batch
 
 
 def _unprepared(data: Any) -> Any:

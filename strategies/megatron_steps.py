@@ -68,8 +68,11 @@ class Job:
     micro-batch's, and `factor` brings that to its true scale.
     """
 
-    def __init__(self, step: Callable[..., Any], rest: tuple[Any, ...], recorder: Recorder | None) -> None:
+    def __init__(
+        self, step: Callable[..., Any], rest: tuple[Any, ...], recorder: Recorder | None, share: float = 1.0
+    ) -> None:
         self.step, self.rest, self.recorder = step, rest, recorder
+        self.share = share  # of a loss on a part of each sequence, as Megatron multiplies by the number of parts
         self.losses: list[Tensor] = []
         self.weights: list[Any] = []
         self.count = 0  # of micro-batches that Megatron divides by
@@ -89,7 +92,7 @@ class Job:
         self.weights.append(weight)
         if (weight is None) != (self.weights[0] is None):
             raise ValueError("Expected a weight with every loss of a batch or with none. Received: both. Give each.")
-        return loss * 1.0 if weight is None else loss * (weight / _reference(self.weights[0]))
+        return loss * self.share * (1.0 if weight is None else weight / _reference(self.weights[0]))
 
     def result(self) -> dict[str, Any]:
         """The loss of the whole batch, its weight, and what gradients are to be multiplied by (None for nothing)."""

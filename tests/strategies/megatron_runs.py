@@ -59,7 +59,7 @@ class Module(TrainModule):
         return found["loss"] if self.mean else found
 
     def validation_step(self, batch: Any, index: int) -> None:
-        total, count = self.model.architecture.batch(batch).loss(self.model(batch))
+        total, count = self.model.batch(batch).loss(self.model(batch))
         self.log("total", total, reduce_fx="sum")
         self.log("count", count, reduce_fx="sum")
 
@@ -94,7 +94,8 @@ def fit(options: dict[str, Any], *, module: dict[str, Any] | None = None, batch:
         trainer = Trainer(strategy=MegatronStrategy(**options), max_epochs=1, gradient_clip_val=0.05,
                           **{**QUIET, **arguments})  # fmt: skip
         own, each = Module(**(module or {})), batch // trainer.accelerator.strategy.data_world.size
-        trainer.fit(own, DataLoader(tiny.tokens(TRAINING), batch_size=each), DataLoader(tiny.tokens(VALIDATION, 1), 4))
+        held = DataLoader(tiny.tokens(VALIDATION, 1), batch_size=4)
+        trainer.fit(own, DataLoader(tiny.tokens(TRAINING), batch_size=each), held)
         metrics = trainer.callback_metrics
         return Found(own.losses, own.norms, float(metrics["total"] / metrics["count"]))
 
