@@ -1,15 +1,16 @@
-"""Cells of the parity matrix on XLA devices of the CPU; they need the environment of tests/xla.
+"""The parity matrix on XLA devices of the CPU: prints the table of docs/xla.md, in the environment of tests/xla.
 
-    python -m drivetrain.tests.conformance.matrix xla xla_spmd …     in that environment
+    python -m drivetrain.tests.conformance.xla_cells             all of it (some minutes)
+    python -m drivetrain.tests.conformance.xla_cells xla_spmd    one row
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
-from drivetrain.tests.conformance.parallel_cells import PLAN, Language, train
+from drivetrain.tests.conformance.parallel_cells import PLAN, Language, compare, reference, train
 from drivetrain.tests.xla.running import run
 
 
@@ -28,16 +29,22 @@ CELLS: dict[str, tuple[int, Callable[[], Any]]] = {
     "xla": (1, lambda: "xla"),
     "xla_spmd": (2, lambda: "xla_spmd"),
     "xla_fsdp": (2, lambda: "xla_fsdp"),
-    "xla-fsdp+tp": (4, _degrees(dp_shard_size=2, tp_size=2)),
+    "fsdp+tp": (4, _degrees(dp_shard_size=2, tp_size=2)),
 }
 
 
-def possible() -> bool:
-    """Whether this environment has torch_xla."""
-    return find_spec("torch_xla") is not None
-
-
-def cell(name: str, *, timeout: float, **options: Any) -> dict[str, Any]:
+def cell(name: str, *, timeout: float = 1800, **options: Any) -> dict[str, Any]:
     """Train under a strategy, in a process of its own."""
     devices, make = CELLS[name]
     return run(lambda: train(make(), accelerator="auto", module=Language(), **options), devices=devices, timeout=timeout)
+
+
+def row(name: str, *, steps: int = 50) -> str:
+    """Return a strategy's row: the largest relative difference from one process of plain torch."""
+    found = compare(cell(name, steps=steps), reference("single", steps=steps))
+    return f"| `{name}` | {CELLS[name][0]} | {max(found.values()):.0e} |"
+
+
+if __name__ == "__main__":
+    for one in sys.argv[1:] or CELLS:
+        print(row(one), flush=True)
