@@ -19,34 +19,35 @@ import torch
 
 from . import deepspeed_gradients as gradients
 from . import deepspeed_state as states
+from . import deepspeed_tensor as tensor
 from . import environment
 from .base import Settings, compile_model, is_scheduler
 from .checkpoint.tensors import clean_keys
 from .contents import fitted
-from .deepspeed_config import HfDeepSpeedConfig, Said, of_batches, of_precision, refuse_parallelism, settle
+from .deepspeed_config import HfDeepSpeedConfig, Said, of_batches, of_precision, settle
 from .deepspeed_engine import DeepSpeedEngineWrapper, create_engine, package, samples_of, settled
 from .deepspeed_optimizer import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, EngineOptimizer
 from .deepspeed_pairs import TOGETHER, is_of, paired
 from .deepspeed_plugin import DeepSpeedPlugin, choose
 from .deepspeed_precision import float16
+from .deepspeed_ranks import DeepSpeedRanks, arranged
 from .environment import Placement
 from .gradients import GradientState
 from .optimizer import AcceleratedOptimizer, unwrap_optimizer
 from .precision import Precision, canonical_name
-from .process_group import ProcessGroupStrategy
 from .settings import DistributedType, GradientAccumulationPlugin, GradScalerKwargs
 from .world import World
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
-class DeepSpeedStrategy(ProcessGroupStrategy):
+class DeepSpeedStrategy(DeepSpeedRanks):
     """Training by engines of DeepSpeed, one for each model that is prepared with an optimizer.
 
     Args:
         config: DeepSpeed's own configuration: a JSON file, a dict, or an HfDeepSpeedConfig.
         plugin: all options; single ones may be given by name instead (`zero_stage=3`).
         plugins: several of them by name, the first of which is in force (see `select`).
-        parallelism: refused but for data parallelism: DeepSpeed's configuration says the rest.
+        parallelism: a ParallelismConfig whose `tp_size` ranks share each layer (AutoTP); ZeRO works among the others.
         process_group_backend, timeout, start_method: see ProcessGroupStrategy.
 
     Raises:
@@ -76,8 +77,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if plugin is None and plugins is None:
             plugin = DeepSpeedPlugin(hf_ds_config=config, **options)
         self.plugins: dict[str, Any] = {"default": plugin} if plugins is None else dict(plugins)
-        refuse_parallelism(parallelism, [one.hf_ds_config for one in self.plugins.values()])
-        self.parallelism = parallelism
+        self.parallelism = arranged(parallelism, [one.hf_ds_config for one in self.plugins.values()])
         self.select(next(iter(self.plugins)))
         self.word: str | None = None  # the precision's name
         self._engines: list[DeepSpeedEngineWrapper] = []
@@ -237,7 +237,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if not states.partitioned(model):
             model = precision.prepare_model(model, evaluation=evaluation)
         self.plugin.set_moe_leaf_modules(model)
+        if self.parallelism is not None:
+            tensor.share(model, self.model_world)
         wrapper = DeepSpeedEngineWrapper(self._create(model, optimizer, scheduler))
+        tensor.check(wrapper.engine.module)
         wrapper.config = self.plugin.hf_ds_config
         self._engines.append(wrapper)
         if optimizer is not None:

@@ -213,34 +213,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_OTHER_WAYS = {
-    "tensor_parallel.autotp_size": "ParallelismConfig(tp_size=…) without DeepSpeed",
-    "sequence_parallel_size": "ParallelismConfig(sp_size=…) without DeepSpeed",
-    "pipeline.stages": "ParallelismConfig(pp_size=…) without DeepSpeed",
-}
-
-
-def refuse_parallelism(parallelism: Any, configs: list[HfDeepSpeedConfig]) -> None:
-    """Raises NotImplementedError for ranks that would not hold different data, naming what divides a model instead."""
-    for key, instead in _OTHER_WAYS.items():
-        for config in configs:
-            value = config.get_value(key)
-            if isinstance(value, int) and value > 1:
-                raise NotImplementedError(
-                    f"Expected DeepSpeed with data parallelism (ZeRO). Received: {key}={value} in {config.source}, "
-                    f"whose parts of a model drivetrain could not save under its own names. Use {instead}."
-                )
-    sizes = {} if parallelism is None else {
-        name: getattr(parallelism, name, None) for name in ("tp_size", "cp_size", "sp_size", "pp_size", "ep_size",
-                                                            "dp_shard_size")}  # fmt: skip
-    given = [f"{name}={size}" for name, size in sizes.items() if size not in (None, 1)]
-    if given:
-        raise NotImplementedError(
-            "Expected DeepSpeed with data parallelism, of which zero_stage says the rest. Received: "
-            f"{', '.join(given)} in the ParallelismConfig. Leave DeepSpeed or that out."
-        )
-
-
 # What a run says
 
 

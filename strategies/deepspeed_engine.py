@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from . import deepspeed_builds, environment
 from . import deepspeed_gradients as gradients
-from . import environment
 from .deepspeed_config import HfDeepSpeedConfig, Said, of_batches, of_hidden_size, of_precision, settle
 from .deepspeed_optimizer import DummyOptim, DummyScheduler, EngineOptimizer, map_pytorch_optim_to_deepspeed
 from .world import World
@@ -90,6 +90,8 @@ def settled(
         if config.get_value(f"zero_optimization.offload_{part}.device") in ("none", "auto"):
             config.del_config_sub_tree(f"zero_optimization.offload_{part}")
     settle(config, said)
+    if config.get_value("tensor_parallel.autotp_size"):
+        config.del_config_sub_tree("train_batch_size")  # for which DeepSpeed counts all ranks
 
 
 def _check_parts(config: HfDeepSpeedConfig, optimizer: Any, scheduler: Any) -> None:
@@ -164,6 +166,7 @@ def create_engine(
     """Returns the engine of a model, which takes the optimizer over."""
     deepspeed = package(world.device)
     _check_disk(config)
+    deepspeed_builds.clear_left_locks()
     arguments: dict[str, Any] = {"model": model, "config": config.config, **options}
     if optimizer is not None and isinstance(optimizer.given, DummyOptim):
         arguments["model_parameters"] = optimizer.given.copies()
@@ -174,10 +177,11 @@ def create_engine(
     made_by = getattr(scheduler, "lr_scheduler_callable", None)
     if made_by is not None:
         arguments["lr_scheduler"] = made_by
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     with environment.exported(environment.child_environment({"LOCAL_RANK": str(world.local_rank)})):
         engine = deepspeed.initialize(**arguments)[0]
     if optimizer is not None:
-        optimizer.attach(engine)
+        optimizer.attach(engine, dict(model.named_parameters()), names)
     return engine
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import deepspeed_tensor as tensor
+
 
 def total_norm(engine: Any) -> torch.Tensor:
     """Returns the 2-norm of all gradients of all ranks at the end of a window, unscaled (collective)."""
@@ -23,6 +25,8 @@ def total_norm(engine: Any) -> torch.Tensor:
         norm = torch.as_tensor(combine(optimizer._get_norm_groups()))
     elif hasattr(optimizer, "scaled_global_norm"):
         norm = torch.as_tensor(optimizer.scaled_global_norm())
+    elif tensor.is_shared(engine.module):
+        norm = tensor.total_norm(engine.module)
     else:
         found = list(_held(engine))
         norm = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())

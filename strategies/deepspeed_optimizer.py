@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import deepspeed_builds
 from .optimizer import AcceleratedOptimizer
 from .scheduler import AcceleratedScheduler
 
@@ -103,9 +104,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.shown: Any = None  # the state as it was gathered (see deepspeed_state)
         self._groups: list[Any] | None = None
 
-    def attach(self, engine: Any) -> None:
-        """Shows the optimizer of an engine from now on."""
+    def attach(self, engine: Any, present: dict[str, Any], names: dict[int, str]) -> None:
+        """Shows the optimizer of an engine from now on; `present` are its parameters by the `names` of those before."""
         self.engine = engine
+        self.parameters = [[present.get(names.get(id(one), ""), one) for one in own] for own in self.parameters]
         self._groups = None
 
     @property
@@ -209,6 +211,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
     found = _on_cpu(optimizer)
     if found is None:
         return optimizer
+    deepspeed_builds.clear_left_locks()
     name, options = found
     module, _, kind = name.rpartition(".")
     made = getattr(import_module(module), kind)(optimizer.param_groups, **options)

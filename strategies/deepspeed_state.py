@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
+from . import deepspeed_tensor as tensor
 from .deepspeed_optimizer import EngineOptimizer
 
 _LISTED = 5  # names in a message
@@ -32,7 +33,7 @@ def weights(module: torch.nn.Module, *, engine: Any = None, master: bool = False
     whole: dict[int, torch.Tensor] = {}
     state = module.state_dict(keep_vars=True)
     for parameter in dict.fromkeys(value for value in state.values() if isinstance(value, torch.nn.Parameter)):
-        full = _whole(parameter, engine, master)
+        full = tensor.whole(parameter, _whole(parameter, engine, master))
         if keep:
             whole[id(parameter)] = full.detach().cpu() if hasattr(parameter, "ds_id") else full.detach()
     if not keep:
@@ -82,12 +83,13 @@ def load_weights(
     Raises:
         RuntimeError: keys are missing or unknown under `strict`, or a shape differs.
     """
+    own = module.state_dict(keep_vars=True)
+    state = {key: tensor.part(own[key], value) if key in own else value for key, value in state.items()}
     if partitioned(module):
         result = _load_partitioned(module, state, strict)
     else:
         result = module.load_state_dict(state, strict=strict)
     if engine is not None and engine.optimizer is not None:
-        own = module.state_dict(keep_vars=True)
         pairs = {id(own[key]): (own[key], value) for key, value in state.items() if key in own}
         for parameter, value in pairs.values():
             _set_master(parameter, value, engine)
@@ -170,10 +172,9 @@ def _state_of(optimizer: EngineOptimizer, parameter: Any, index: int, keep: bool
     for key in state:
         if key not in whole:
             found[key] = state[key]
-        elif flat is parameter or id(parameter) in _copies(engine):
-            found[key] = state[key]
-        else:
-            found[key] = read(parameter, key)
+            continue
+        direct = flat is parameter or id(parameter) in _copies(engine)
+        found[key] = tensor.whole(parameter, state[key] if direct else read(parameter, key))
     if found and "step" in group:  # DeepSpeed's fused Adam counts for the whole group
         found["step"] = group["step"]
     if isinstance(found.get("step"), int):
@@ -207,6 +208,7 @@ def _load_state(optimizer: EngineOptimizer, parameter: Any, index: int, saved: M
     if not saved:
         states.pop(flat, None)
         return
+    saved = {key: tensor.part(parameter, value) for key, value in saved.items()}
     state = _room(engine, flat, saved, parameter)
     for key, value in saved.items():
         if key == "step" and ("step" in group or type(engine.basic_optimizer).__name__ == "FusedAdam"):

@@ -59,8 +59,9 @@ def engine_plugins(*, deepspeed_plugin: Any, deepspeed_plugins: Any, **others: A
 
 
 _SAYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps", "accumulate_grad_batches": "gradient_accumulation_steps",
-    "gradient_accumulation_plugin.num_steps": "gradient_accumulation_steps", "gradient_clip_val": "gradient_clipping",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_clip_val": "gradient_clipping",
 }  # fmt: skip
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
+import sysconfig
 from importlib import import_module
 from pathlib import Path
 
@@ -25,6 +29,34 @@ def preload():
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     import_module("drivetrain.strategies.deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+_BUILD = """
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder({name!r}).load(verbose=False)
+"""
+
+
+def is_built(*names):
+    """Whether these extensions are there already."""
+    return all((Path(sys.prefix) / "deepspeed-extensions" / f"{name}.built").exists() for name in names)
+
+
+def built(*names):
+    """Builds extensions of DeepSpeed (CPUAdamBuilder, …), once for an environment; returns the folder that holds them.
+
+    One process compiles, before the ranks are there; a compiler takes minutes for each.
+    """
+    folder = Path(sys.prefix) / "deepspeed-extensions"
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        if not (folder / f"{name}.built").exists():
+            path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"  # where ninja is
+            variables = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder), "PATH": path}
+            subprocess.run([sys.executable, "-c", _BUILD.format(name=name)], check=True, env=variables)
+            (folder / f"{name}.built").touch()
+    return folder
 
 
 def mlp():
@@ -115,3 +147,7 @@ def written(path: Path, content: dict) -> str:
     """A configuration as a file."""
     path.write_text(json.dumps(content))
     return str(path)
+
+
+if __name__ == "__main__":
+    print(built(*sys.argv[1:]))

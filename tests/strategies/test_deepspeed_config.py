@@ -288,9 +288,8 @@ def test_options_come_once():
 @pytest.mark.parametrize(
     ("content", "sizes", "message"),
     [
-        ({"tensor_parallel": {"autotp_size": 2}}, None, "autotp_size=2 in .*Use ParallelismConfig.tp_size"),
         ({"sequence_parallel_size": 2}, None, "sequence_parallel_size=2 in .*Use ParallelismConfig.sp_size"),
-        ({}, {"tp_size": 2}, "Received: tp_size=2 in the ParallelismConfig"),
+        ({}, {"cp_size": 2}, "Received: cp_size=2 in the ParallelismConfig"),
     ],
 )
 def test_ranks_without_data_of_their_own_are_refused(content, sizes, message):
