@@ -48,13 +48,17 @@ class GradientMean:
 
     def _agreed(self, touched: _Touched) -> list[Tensor]:
         """The parameters that some rank has touched; they get a gradient on every rank."""
-        parameters, flags = touched.take()
-        flags = self.world.all_reduce(flags, "max")
-        found = [parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if flag]
+        parameters, places = touched.take()
+        found = [parameters[place] for place in self._of_any_rank(places, len(parameters))]
         for parameter in found:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return found
+
+    def _of_any_rank(self, places: set[int], count: int) -> list[int]:
+        flags = torch.zeros(count, dtype=torch.uint8)
+        flags[list(places)] = 1
+        return [place for place, flag in enumerate(self.world.all_reduce(flags, "max").tolist()) if flag]
 
     def _mean(self, bucket: list[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket]) if len(bucket) > 1 else bucket[0]
@@ -95,16 +99,15 @@ class _Touched:
     def alive(self) -> bool:
         return all(reference() is not None for reference in self._parameters)
 
-    def take(self) -> tuple[list[Any], Tensor]:
+    def take(self) -> tuple[list[Any], set[int]]:
         parameters: list[Any] = [reference() for reference in self._parameters]
         frozen = [(place, parameters[place]) for place in self._frozen]
         self._places.update(place for place, parameter in frozen if parameter.grad is not None)  # thawed since
         if any(parameter.requires_grad for _, parameter in frozen):
             self._follow(frozen)
-        flags = torch.zeros(len(parameters), dtype=torch.uint8)
-        flags[list(self._places)] = 1
+        places = set(self._places)
         self._places.clear()
-        return parameters, flags
+        return parameters, places
 
     def release(self) -> None:
         for hook in self._hooks:

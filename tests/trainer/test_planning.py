@@ -91,17 +91,18 @@ def _resident(key):
         return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
 
 
-def _really(rank, word):
+def _really(rank, word, make=lambda: Deep(1024, 4), batch=lambda: torch.randn(256, 1024)):
     """The most resident memory of three steps over what there was before the model."""
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(-3, 65536), libc.mallopt(-1, 65536)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed goes back
-    accelerator, x = Accelerator(cpu=True, strategy=word), torch.randn(256, 1024)
-    nn.functional.linear(x, torch.randn(8, 1024)).sum()
+    accelerator, x = Accelerator(cpu=True, strategy=word), batch()
+    x = x if accelerator.strategy.divide_batch is None else accelerator.strategy.divide_batch(x)[0]
+    nn.functional.linear(torch.randn(256, 1024), torch.randn(8, 1024)).sum()
     gc.collect(), libc.malloc_trim(0)
     before = _resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
-    module = Deep(1024, 4)
+    module = make()
     model, optimizer = accelerator.prepare(module, module.configure_optimizers())
     step = accelerator.entry(model, "training_step")
     for _ in range(3):
@@ -115,6 +116,62 @@ def test_the_peak_is_that_of_real_processes_within_15_percent(word, ranks):
     planned = measure(lambda: Deep(1024, 4), torch.zeros(256, 1024), word, devices=ranks).peak
     for real in run(_really, ranks, word, timeout=280):
         assert abs(planned / real - 1) <= 0.15, (word, planned, real)
+
+
+class Attending(TrainModule):
+    """Blocks with attention over sequences of 64, which carry a plan for sharing their layers out."""
+
+    def __init__(self, width=512, depth=6):
+        super().__init__()
+        self.net = nn.Module()
+        self.net.blocks = nn.ModuleList([Attention(width) for _ in range(depth)])
+        words = {"qkv.*": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
+        vars(self.net)["_tp_plan"] = {f"blocks.*.{name}": word for name, word in words.items()}
+        self.places = nn.Embedding(64, width)
+
+    def training_step(self, batch, i):
+        x = batch["x"] + self.places(batch["place"])
+        for block in self.net.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.o = nn.ModuleList(nn.Linear(width, width) for _ in range(3)), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 64)).transpose(1, 2) for layer in self.qkv)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def sequences():
+    return {"x": torch.zeros(16, 64, 512), "place": torch.arange(64).expand(16, 64)}
+
+
+@pytest.mark.parametrize("word", ["tp", "cp", "sp"])
+def test_the_peak_where_layers_or_sequences_are_shared_is_that_of_real_processes(word):
+    planned = measure(Attending, sequences(), word, devices=2)
+    assert planned.problem is None
+    for real in run(_really, 2, word, Attending, sequences, timeout=120):
+        assert abs(planned.peak / real - 1) <= 0.15, (word, planned, real)
+
+
+def test_what_a_model_does_not_allow_is_left_out_unless_it_is_asked_for():
+    options = {"devices": 2, "memory": 1e12}
+    assert {one.strategy for one in plan(Deep, torch.zeros(8, 512), **options).footprints} == {"ddp", "hsdp", "fsdp"}
+    found = plan(Attending, sequences(), **options)
+    assert {one.strategy for one in found.footprints} == {"ddp", "hsdp", "fsdp", "tp", "cp", "sp"}
+    assert found.choice.strategy == "ddp"
+    asked = plan(Deep, torch.zeros(8, 512), **options, strategies=["tp"])
+    assert asked.footprints[0].problem.startswith("ValueError: Expected a plan for tensor parallel")
 
 
 def test_what_fits_is_chosen_in_the_order_of_what_it_exchanges():
