@@ -170,8 +170,6 @@ class Accelerator(Standing):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = resolution.rng_types(rng_types)
         self.log_with = filter_trackers(log_with, "")  # unknown words and missing packages are told now
-        self.trackers: list[Any] = []
-        self.grad_norm: torch.Tensor | None = None
         self._seed = seed
         if seed is not None:
             random.set_seed(seed)
@@ -179,6 +177,8 @@ class Accelerator(Standing):
 
     def _begin(self) -> None:
         """Sets up what is empty at first."""
+        self.trackers: list[Any] = []
+        self.grad_norm: torch.Tensor | None = None
         self._contents = Contents()
         self.saves = Saves(self.world)
         self._begin_windows()
