@@ -430,7 +430,8 @@ class TorchDynamoPlugin(KwargsHandler):
         """Returns the arguments for `torch.compile`: those fields that differ from its defaults."""
         values = {name: value for name, value in self.to_dict().items() if value not in (None, False)}
         values.pop("use_regional_compilation", None)
-        values["backend"] = next((name.lower() for name, old in _OF_XLA.items() if old == self.backend), values["backend"])
+        of_xla = (name.lower() for name, old in _OF_XLA.items() if old == self.backend)
+        values["backend"] = next(of_xla, values["backend"])
         return values if self.active else {name: value for name, value in values.items() if name != "backend"}
 
 
