@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import site
 import subprocess
@@ -32,7 +33,8 @@ class Installed:
 
 def check(*command: str, cwd: Path) -> str:
     """Run a command that has to succeed; return its standard output."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
+    installed = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # and nothing before it
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, env=installed)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
