@@ -150,13 +150,19 @@ def t5_chunk(architecture: Any, config: Any, *, pre_process: bool, post_process:
     """Returns a T5Model.
 
     Raises:
-        ValueError: a pipeline, in which megatron-core's schedules have no place for a second stack of layers.
+        ValueError: a pipeline, in which megatron-core's schedules have no place for a second stack of layers, or
+            recomputation, which it does not do with relative positions.
     """
     if config.pipeline_model_parallel_size > 1:
         raise ValueError(
             "Expected T5 without a pipeline, which megatron-core's schedules no longer cut between encoder and "
             f"decoder. Received: pipeline_model_parallel_size={config.pipeline_model_parallel_size}. Use tensor and "
             "data parallel."
+        )
+    if config.recompute_granularity is not None and architecture.positions == "relative":
+        raise ValueError(
+            "Expected T5 without recomputation, through which megatron-core's relative positions are differentiated "
+            f"once per layer. Received: recompute_granularity={config.recompute_granularity!r}. Leave it out."
         )
     layers = architecture.encoder_layers or architecture.num_layers
     encoder = copy.copy(config)

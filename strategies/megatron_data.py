@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from .megatron_models import core
 
@@ -54,7 +54,10 @@ class MegatronLMDummyDataLoader:
         """
         sizes = self._sizes(plugin, replicas)
         provider = plugin.custom_megatron_datasets_provider_function
-        found = provider(sizes) if provider is not None else build(self._options(plugin), sizes)
+        if provider is not None:
+            found = provider(sizes)
+        else:  # whole passes over the documents, of which the last one may be more than is wanted
+            found = map(_cut, build(self._options(plugin), sizes), sizes)
         return [None if data is None or not len(data) else data for data in found]
 
     def loaders(self, plugin: Any, replicas: int = 1) -> list[Any]:
@@ -207,6 +210,10 @@ def _weighted(paths: Any) -> tuple[list[str], list[float] | None]:
     if len(paths) % 2 == 0 and all(one is not None for one in weights):
         return [str(one) for one in paths[1::2]], [one for one in weights if one is not None]
     return [str(one) for one in paths], None
+
+
+def _cut(data: Any, size: int | None) -> Any:
+    return data if data is None or size is None or len(data) <= size else Subset(data, range(size))
 
 
 def _number(value: Any) -> float | None:

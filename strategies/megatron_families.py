@@ -48,8 +48,8 @@ def hugging_face_config(config: Any) -> Any:
     if isinstance(config, (str, Path)) and (Path(config) / "config.json").is_file():
         return auto.from_pretrained(str(config), local_files_only=True)
     raise ValueError(
-        f"Expected a config of transformers, a dict with model_type, or a folder with config.json. Received: {config!r}."
-        " Pass one of these, or a dict of TransformerConfig's fields."
+        "Expected a config of transformers, a dict with model_type, or a folder with config.json. Received: "
+        f"{config!r}. Pass one of these, or a dict of TransformerConfig's fields."
     )
 
 

@@ -94,7 +94,8 @@ class _Files(Mapping[str, Any]):
         from safetensors import safe_open
 
         files = [path] if path.is_file() else self._in_folder(path)
-        self._where = {name: file for file in (safe_open(str(one), "pt") for one in files) for name in file.keys()}  # noqa: SIM118
+        opened = [safe_open(str(one), "pt") for one in files]
+        self._where = {name: file for file in opened for name in list(file.keys())}
 
     @staticmethod
     def _in_folder(folder: Path) -> list[Path]:

@@ -61,9 +61,9 @@ def texts(data):
 
 
 def test_samples_are_pieces_of_the_documents_in_the_order_of_the_seed(tmp_path):
-    documents = write(tmp_path / "a")
+    documents, prefix = write(tmp_path / "a"), str(tmp_path / "a")
     one, again, other = (
-        MegatronLMDummyDataLoader(data_path=str(tmp_path / "a"), seed=seed, **ALL).datasets(MegatronLMPlugin())[0]
+        MegatronLMDummyDataLoader(data_path=prefix, seed=seed, **ALL).datasets(MegatronLMPlugin())[0]
         for seed in (1, 1, 2)
     )
     stream = [token for number in one.document_index for token in documents[number]]
@@ -79,7 +79,8 @@ def seen(loader):
 @pytest.mark.parametrize("options, replicas", [({"tp_degree": 2}, 1), ({}, 2), ({"num_micro_batches": 2}, 2)])
 def test_prepare_gives_each_replica_its_share_of_three_splits(options, replicas, tmp_path):
     write(tmp_path / "a", 60)
-    given = {"data_path": str(tmp_path / "a"), "splits_string": "70,20,10", "seq_length": SEQUENCE, "micro_batch_size": 3}
+    given = {"data_path": str(tmp_path / "a"), "splits_string": "70,20,10", "seq_length": SEQUENCE,
+             "micro_batch_size": 3}  # fmt: skip
     wanted = [texts(data) for data in MegatronLMDummyDataLoader(**given).datasets(MegatronLMPlugin())]
 
     def work(rank):
@@ -125,7 +126,7 @@ def fit(prefix, steps, *, resume=None, save=None, options=None):
         strategy = MegatronStrategy(train_iters=6, eval_iters=1, **(options or {}))
         trainer = Trainer(strategy=strategy, max_steps=steps, **runs.QUIET)
         module = Recording(MODEL, lr=1e-2)
-        data = MegatronDataModule(data_path=str(prefix), splits_string="90,10,0", seq_length=SEQUENCE, micro_batch_size=2)
+        data = MegatronDataModule(data_path=str(prefix), splits_string="90,10,0", seq_length=8, micro_batch_size=2)
         trainer.fit(module, datamodule=data, ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)
@@ -187,10 +188,11 @@ def test_data_sets_of_ones_own_know_how_many_samples_are_wanted():
         return torch.utils.data.TensorDataset(torch.arange(sizes[0])), None, None
 
     plugin = MegatronLMPlugin(
-        train_iters=10, eval_interval=4, eval_iters=3, num_micro_batches=2, custom_megatron_datasets_provider_function=provide
+        train_iters=10, eval_interval=4, eval_iters=3, num_micro_batches=2,
+        custom_megatron_datasets_provider_function=provide,
     )
     loaders = MegatronLMDummyDataLoader(micro_batch_size=5).loaders(plugin, replicas=2)
-    assert asked == [[10 * 20, 3 * 3 * 20, 3 * 20]]  # 20 samples a step; evaluated at the start, and after 4 and 8 steps
+    assert asked == [[10 * 20, 3 * 3 * 20, 3 * 20]]  # 20 samples a step, three evaluations
     assert loaders[0].batch_size == 10 and len(loaders[0].dataset) == 200 and loaders[1:] == [None, None]
 
 
@@ -204,7 +206,8 @@ def test_unknown_options_are_refused(options, message):
 
 
 def test_options_of_older_megatrons_that_say_what_is_so_are_taken():
-    assert MegatronLMDummyDataLoader(data_path="a", data_impl="mmap", skip_warmup=True).dataset_args == {"data_path": "a"}
+    taken = MegatronLMDummyDataLoader(data_path="a", data_impl="mmap", skip_warmup=True)
+    assert taken.dataset_args == {"data_path": "a"}
 
 
 @pytest.mark.parametrize("options, message", [
