@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.strategies import megatron_weights
-from drivetrain.strategies.megatron_models import architecture
-from drivetrain.strategies.megatron_weights_names import entries
-from drivetrain.tests.distributed import run
-from drivetrain.tests.strategies import megatron_families as families
-from drivetrain.tests.strategies.megatron_cpu import OnCPU
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+from drivetrain.strategies import megatron_weights  # noqa: E402
+from drivetrain.strategies.megatron_models import architecture  # noqa: E402
+from drivetrain.strategies.megatron_weights_names import entries  # noqa: E402
+from drivetrain.tests.distributed import run  # noqa: E402
+from drivetrain.tests.strategies import megatron_families as families  # noqa: E402
+from drivetrain.tests.strategies.megatron_cpu import OnCPU  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # seconds on a machine of its own, minutes on a loaded one
 STATE = "megatron.core.parallel_state"
