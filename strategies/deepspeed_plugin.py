@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -15,6 +16,20 @@ from .deepspeed_config import HfDeepSpeedConfig, Said, of_precision, settle
 
 _LAUNCH = environment.group("ACCELERATE_DEEPSPEED_")
 _DEVICES = ("none", "cpu", "nvme")
+# Keys of a configuration that DeepSpeed itself would not miss: it reads those that it knows (runtime/config.py).
+_KEYS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
+    "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "fp16", "bf16",
+    "amp", "gradient_clipping", "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "steps_per_print", "wall_clock_breakdown", "dump_state", "flops_profiler", "activation_checkpointing",
+    "tensorboard", "wandb", "csv_monitor", "comet", "compression_training", "data_efficiency", "curriculum_learning",
+    "checkpoint", "data_types", "elasticity", "autotuning", "aio", "comms_logger", "hybrid_engine", "nebula",
+    "tensor_parallel", "sequence_parallel_size", "pipeline", "compile", "dataloader_drop_last", "disable_allgather",
+    "seq_parallel_communication_data_type", "managed_gradient_accumulation", "memory_breakdown", "torch_autocast",
+    "graph_harvesting", "use_data_before_expert_parallelism", "gradient_allreduce_op",
+    "disable_python_gc", "vocabulary_size", "log_level", "progressive_layer_drop", "eigenvalue",
+    "sparse_attention", "weight_quantization", "load_universal", "expert_parallel", "zenflow",
+)  # fmt: skip
 # Field -> key of the configuration, and name and kind of the launch's variable.
 _FIELDS = {
     "zero_stage": ("zero_optimization.stage", "zero_stage", int),
@@ -125,6 +140,13 @@ class DeepSpeedPlugin:
         config.config.setdefault("steps_per_print", math.inf)  # DeepSpeed prints every ten steps otherwise
 
     def _check(self, config: HfDeepSpeedConfig) -> None:
+        for key in set(config.config) - set(_KEYS):
+            near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)
+            if near:  # others may be newer than this list
+                raise ValueError(
+                    f"Expected a key of DeepSpeed's configuration. Received: {key!r} in {config.source}, which it "
+                    f"would leave unread. Did you mean {near[0]!r}?"
+                )
         if config.get_value("zero_optimization.stage", 0) not in (0, 1, 2, 3, "auto"):
             _refuse("a stage of ZeRO from 0 to 3", "zero_stage", config.get_value("zero_optimization.stage"))
         for part in ("optimizer", "param"):

@@ -17,7 +17,7 @@ from .world import World
 
 _SIZE = "tensor_parallel.autotp_size"
 _OTHERS = {
-    "sequence_parallel_size": "ParallelismConfig(sp_size=…) without DeepSpeed",
+    "sequence_parallel_size": "ParallelismConfig(sp_size=…), which exchanges heads as Ulysses does, without DeepSpeed",
     "pipeline.stages": "ParallelismConfig(pp_size=…) without DeepSpeed",
 }
 
@@ -94,5 +94,5 @@ def _refuse(parallelism: Any, configs: list[HfDeepSpeedConfig]) -> None:
     if given:
         raise NotImplementedError(
             "Expected DeepSpeed with data and tensor parallelism, of which zero_stage says the rest. Received: "
-            f"{', '.join(given)} in the ParallelismConfig. Leave DeepSpeed or that out."
+            f"{', '.join(given)} in the ParallelismConfig. Leave that out, or DeepSpeed (with sp_backend='torch')."
         )

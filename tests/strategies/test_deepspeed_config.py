@@ -70,6 +70,18 @@ def test_broken_files_are_told_by_name(tmp_path, text, message):
         DeepSpeedPlugin(hf_ds_config=str(tmp_path / "absent.json"))
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("gradient_acumulation_steps", "gradient_accumulation_steps"), ("zero_optimisation", "zero_optimization"),
+     ("gradient_cliping", "gradient_clipping"), ("optimiser", "optimizer")],
+)  # fmt: skip
+def test_F3_a_misspelled_key_is_an_error_with_the_nearest_name(key, near):
+    """DeepSpeed itself leaves it unread; a key that is like none is handed on."""
+    with pytest.raises(ValueError, match=f"Received: '{key}' in the configuration.*Did you mean '{near}'"):
+        DeepSpeedPlugin(hf_ds_config={key: 1})
+    assert DeepSpeedPlugin(hf_ds_config={"a_new_one": 1}).get_value("a_new_one") == 1
+
+
 # Filled from the run
 
 
