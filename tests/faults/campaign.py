@@ -1,6 +1,7 @@
 """Kills runs at random places, lets them go on, and compares them with runs that nobody killed.
 
-`python -m drivetrain.tests.faults.campaign --points 2000` is the long version of test_interruption.py.
+`python -m drivetrain.tests.faults.campaign --points 2000` is the long version of test_interruption.py and of
+test_interruption_sharded.py.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import torch
 from drivetrain.tests.distributed import RankFailed, run
 from drivetrain.tests.faults.killing import CLOCK
 from drivetrain.tests.faults.runs import RUNS, Run, plain
+from drivetrain.tests.faults.sharded_runs import SHARDED_RUNS
 
 SEED = 20_260_131
 AGAIN = 0.6  # how often a run that goes on is killed once more
+ALL = {**RUNS, **SHARDED_RUNS}
 _MEMORY = Path("/dev/shm")  # what a killed process has handed to the system is there without waiting for a disk
 
 
@@ -34,7 +37,7 @@ class Campaign:
     """One run, killed again and again."""
 
     def __init__(self, name: str, seed: int = SEED) -> None:
-        self.name, self.run = name, RUNS[name]
+        self.name, self.run = name, ALL[name]
         self.draw = random.Random(f"{seed} {name}")
         self.killed: Counter[str] = Counter()
         importlib.import_module("torch._dynamo")  # what optimizers import: once here, not in every child
@@ -86,7 +89,7 @@ def attempt(what: Run, deadline: int | None, rank: int = 0, torn: bool = False) 
 
     if what.ranks > 1:
         try:
-            run(body, what.ranks, patience=0.0)
+            run(body, what.ranks, patience=0.0, timeout=300)
         except RankFailed as failure:
             if "SIGKILL" not in str(failure):
                 raise AssertionError(str(failure)) from failure
@@ -169,9 +172,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=2000, help="how often runs are killed in all")
     parser.add_argument("--seed", type=int, default=SEED, help="another one kills at other places")
-    parser.add_argument("--only", default="", help="name of a run: " + ", ".join(RUNS))
+    parser.add_argument("--only", default="", help="name of a run: " + ", ".join(ALL))
     options = parser.parse_args()
-    names, failed = [name for name in RUNS if options.only in ("", name)], []
+    names, failed = [name for name in ALL if options.only in ("", name)], []
     for name in names:
         start, campaign = time.monotonic(), Campaign(name, options.seed)
         failed += campaign.kill(-(-options.points // len(names)))
