@@ -210,8 +210,8 @@ def _load_state(optimizer: EngineOptimizer, parameter: Any, index: int, saved: M
         return
     if getattr(engine.optimizer, "swap_optimizer", False) and flat.numel() == 0:
         raise NotImplementedError(
-            "Expected optimizer states in memory to load a checkpoint into. Received: states that DeepSpeed has swapped "
-            "out to NVMe. Go on with offload_optimizer_device='cpu', or by accelerator.strategy.load_native."
+            "Expected optimizer states in memory to load a checkpoint into. Received: states that DeepSpeed has "
+            "swapped out to NVMe. Go on with offload_optimizer_device='cpu', or by accelerator.strategy.load_native."
         )
     saved = {key: tensor.part(parameter, value) for key, value in saved.items()}
     state = _room(engine, flat, saved, parameter)
