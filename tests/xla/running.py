@@ -17,7 +17,7 @@ _OF_A_LAUNCH = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_S
                 "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
-def run(function: Callable[..., Any], *args: Any, devices: int = 1, timeout: float = 100,
+def run(function: Callable[..., Any], *args: Any, devices: int = 1, timeout: float = 200,
         env: dict[str, str] | None = None) -> Any:
     """Call `function(*args)` in a forked process with `devices` virtual XLA devices; return what it returned.
 
