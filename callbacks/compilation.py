@@ -40,8 +40,10 @@ class CompilationMonitor(Callback):
     def __init__(self, warmup: int = 4) -> None:
         check_whole("warmup", warmup, least=0)
         self.warmup = warmup
+        self.compilations = self.late = self._batches = self._row = self._before = 0
+        self._warned = self._logged = self._validating = False
+        self._shapes = self._usual = ""
         self._metrics: Any = None
-        self._reset()
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage != "fit":
@@ -52,6 +54,7 @@ class CompilationMonitor(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._reset()
+        self._row = self._row_number(trainer)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._count(trainer)  # the batch before was handed over since
@@ -60,7 +63,7 @@ class CompilationMonitor(Callback):
             self._usual, self._shapes = self._shapes, shapes(batch)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        row = trainer.global_step // trainer.log_every_n_steps if trainer.log_every_n_steps else 0
+        row = self._row_number(trainer)
         if self._metrics is not None and row > self._row:
             self._row = row
             trainer.log_dict(over_ranks(self._values(), trainer))
@@ -81,6 +84,10 @@ class CompilationMonitor(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._count(trainer)
+
+    def _row_number(self, trainer: Any) -> int:
+        every: int = trainer.log_every_n_steps
+        return trainer.global_step // every if every else 0
 
     def _reset(self) -> None:
         self.compilations = self.late = self._batches = self._row = 0
