@@ -129,6 +129,8 @@ class Route:
             self._watch.append(unit.register_forward_pre_hook(hook, prepend=True))
 
     def _agree(self, name: str, *arguments: Any) -> None:
+        if not self._watch:
+            return  # a hook that was removed, and put back where an extra pass of an evaluation was forgotten
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, name, group=self._group)
         if len(set(told)) > 1:
