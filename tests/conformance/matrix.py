@@ -4,7 +4,7 @@
     python -m drivetrain.tests.conformance.matrix tp cp      only these strategies, anew; the others' results stay
 
 Results go into docs/parity.json as they come, so that it can be stopped and gone on with; delete that file to begin anew.
-All that is done under one strategy is done on the same ranks, one after the other. The test suite runs parts of it, and
+All that is done under one strategy is done on the same ranks, one after the other, but for mixes. The test suite runs parts of it, and
 compares the page with the strategies that there are.
 """
 
@@ -70,6 +70,8 @@ def many(name: str, options: list[dict[str, Any]], kind: Any = None) -> list[dic
         return [megatron_cells.cell(name, timeout=TIMEOUT, **one) for one in options]
     if name == "torch":
         return [megatron_cells.plain(**one) for one in options]
+    if "+" in name and len(options) > 1:  # the groups of a second mesh have names that torch mixes up with the first's
+        return [one for each in options for one in many(name, [each], kind)]
     ranks, make, module, more = ALL[name]
     kind = kind or module
 
