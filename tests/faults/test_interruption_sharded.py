@@ -10,7 +10,7 @@ import pytest
 from drivetrain.tests.faults import campaign
 from drivetrain.tests.faults.sharded_runs import SHARDED_RUNS
 
-SHORT = ("fsdp", "fsdp1", "tp", "cp", "sp", "pp-1F1B", "ep", "hsdp", "fsdp+tp", "fsdp+pp", "pp-1F1B with windows")
+SHORT = ("fsdp", "fsdp1", "tp", "cp", "sp", "pp-1F1B", "ep", "hsdp", "fsdp+tp", "pp-1F1B with windows")
 
 
 @pytest.mark.timeout(600)
