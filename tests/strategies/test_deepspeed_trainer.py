@@ -131,7 +131,7 @@ def long_run(folder, stage, **arguments):
     return runs.vector(trainer.accelerator.get_state_dict(trainer.model)), trainer.callback_metrics["val_loss"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_killed_run_goes_on_bit_for_bit(stage, tmp_path):
     whole = run(lambda rank: long_run(tmp_path / "whole", stage), 2, timeout=200)
     with pytest.raises(RankFailed, match="killed by SIGKILL"):
