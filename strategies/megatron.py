@@ -82,7 +82,7 @@ class MegatronStrategy(MegatronState):
         if plugin is not None and options:
             raise ValueError(f"Expected Megatron's options once. Received: plugin and {sorted(options)}. Give one.")
         groups.refuse_parallelism(parallelism)
-        self.plugin: MegatronLMPlugin = plugin or _unclipped(options)
+        self.plugin: MegatronLMPlugin = plugin or _unclipped(**options)
         self.fields = Fields(self.plugin.other_megatron_args or {})
         self.ranks = groups.Ranks()
         self.precision_in_use = MegatronPrecision(None)
@@ -391,7 +391,7 @@ class MegatronStrategy(MegatronState):
         return found
 
 
-def _unclipped(options: dict[str, Any]) -> MegatronLMPlugin:
+def _unclipped(**options: Any) -> MegatronLMPlugin:
     """The options of a run that is not told by Accelerate's names: clipping is the script's."""
     plugin = MegatronLMPlugin(**options)
     if not plugin.clips:

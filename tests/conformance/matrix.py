@@ -24,7 +24,6 @@ from drivetrain.tests.conformance.parallel_cells import (
     Language,
     Mixed,
     MixedSequence,
-    Sequence,
     compare,
     reference,
     train,
@@ -51,13 +50,12 @@ ALL: dict[str, tuple[int, Callable[[], Any], Any, dict[str, Any]]] = {
     **CELLS,
 }
 """Name → ranks, what makes the strategy, the module, further arguments: as in parallel_cells."""
-RANKS = {**{name: entry[0] for name, entry in ALL.items()},
+MIXES = {"fsdp+ep", "fsdp+pp", "fsdp+pp-Interleaved1F1B", "fsdp+pp-ZBVZeroBubble", "pp+tp", "pp+cp", "pp+sp", "pp+ep"}
+"""Mixes that are compared in tests/strategies/parallel/test_mixes.py alone."""
+RANKS = {**{name: entry[0] for name, entry in ALL.items() if name not in MIXES},
          **{name: entry[0] for name, entry in megatron_cells.CELLS.items()}}  # fmt: skip
 BETWEEN: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "": (Language, ("single", "ddp", "fsdp", "fsdp1", "hsdp", "deepspeed_stage_2", "deepspeed_stage_3", "tp", "fsdp+tp",
-                    "cp", "sp")),
-    "stages: ": (Sequence, ("single", "fsdp", "pp-1F1B", "pp-ZBVZeroBubble", "dp+pp", "fsdp+pp", "pp+tp")),
-    "experts: ": (Mixed, ("single", "fsdp", "ep", "dp+ep", "fsdp+ep", "ep+tp")),
+    "": (Language, ("single", "ddp", "fsdp", "hsdp", "deepspeed_stage_3", "tp", "fsdp+tp", "cp")),
     "megatron: ": (None, ("torch", "megatron-tp", "megatron-pp-interleaved", "megatron-dp", "megatron-tp+pp")),
 }  # fmt: skip
 """What a way's name begins with → the module, and the strategies of it between which checkpoints go."""
@@ -191,12 +189,6 @@ Saved after 4 steps under the strategy of the row, gone on with to step 8 under 
 schedule, position and random states go over. The largest relative difference from one process that was not interrupted.
 
 {tables[""]}
-
-The same with the model that is cut into stages, and with that of experts:
-
-{tables["stages: "]}
-
-{tables["experts: "]}
 
 The same with the GPT of Megatron, which is under the names of the whole model in every checkpoint ("torch": one process,
 without Megatron):

@@ -126,6 +126,8 @@ def build_named(value: Any, kinds: tuple[type, ...], key: str) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return [build_named(item, kinds, key) for item in value]
+    if isinstance(value, dict) and isinstance(value.get("class_path"), str):
+        value = Namespace(value)  # the parser left it as it is: its arguments do not fit, which is said below
     if not is_named(value):
         return value
     path = value["class_path"]

@@ -223,6 +223,7 @@ FAULTS = [
     (["--config", "word.yaml"], "Expected model.lr to be of type float. Received: abc ({home}/word.yaml)."),
     (["--config", "run.yaml", "--trainer.num_nodes=abc"], "Expected trainer.num_nodes to be of type int. Received: abc"),
     (["--config", "run.yaml", "--trainer.callbacks+=nets.Patient", "--trainer.callbacks.patiense=1"], "Did you mean trainer.callbacks.patience?"),
+    (["--config", "run.yaml", "--config", "engine.yaml"], "argument of drivetrain.DDPStrategy. Received: trainer.strategy.find_unused"),
     (["--config", "run.yaml", "--model=nets.Data"], "Expected model to be a subclass of TrainModule. Received: nets.Data"),
     (["--config", "run.yaml", "--model=nets.Nett"], "nets has no Nett. Did you mean nets.Net?"),
     (["--config", "run.yaml", "--model=nots.Net"], "there is no module nots. Install it, or start drivetrain in the folder"),
@@ -242,6 +243,7 @@ FAULTS = [
 def test_F3_wrong_settings_are_one_clear_message(home, capsys, args, text):
     home.write("typo.yaml", "model: {class_path: nets.Net, init_args: {lrr: 3}}")
     home.write("word.yaml", "model: {class_path: nets.Net, init_args: {lr: abc}}")
+    home.write("engine.yaml", "trainer: {strategy: {class_path: drivetrain.DDPStrategy, init_args: {find_unused: true}}}")
     home.write("faulty.py", "def f(:\n")
     home.write("needy.py", "\nimport nowhere\n")
     code, shown = error(capsys, *args)
