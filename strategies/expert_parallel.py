@@ -124,14 +124,17 @@ class _Route:
         return {name: _Scaled.apply(parameter.to_local(), 1 / self.size) for name, parameter in named}
 
     def _local(self, *args: Any) -> Tensor:
-        routed, number = self.part.forward, self.part.num_experts
-        self.part.forward = self.forward  # type: ignore[method-assign]
-        self.part.num_experts = self.number // self.size
+        """Computes with this rank's experts in the place of all: its hooks, which may share out weights, run once."""
+        own, number = vars(self.part), self.part.num_experts
+        kept = own["_parameters"]
+        own["_parameters"] = self._parameters()
+        self.part.num_experts = self.number // self.size  # type: ignore[assignment]
         try:
-            result: Tensor = torch.func.functional_call(self.part, self._parameters(), args)
+            result: Tensor = self.forward(*args)
             return result
         finally:
-            self.part.forward, self.part.num_experts = routed, number  # type: ignore[method-assign]
+            own["_parameters"] = kept
+            self.part.num_experts = number
 
 
 class _Travel(torch.autograd.Function):

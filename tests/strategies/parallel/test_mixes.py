@@ -70,6 +70,15 @@ def test_stages_are_sharded_with_the_options_of_fsdp(options):
     compare(found, reference("fsdp+pp", **settings))
 
 
+@pytest.mark.parametrize("name", ["fsdp+ep", "ep+tp"])
+def test_experts_are_what_they_were_after_an_evaluation(name):
+    """Their weights stand in for all while they compute; a hook that gathers and shares them out must not see that."""
+    ranks, make, kind, more = CELLS[name]
+    settings = {"steps": 2, "accumulate": 4}
+    found = run(lambda rank: train(make(), module=kind(), **more, **settings), ranks)[0]
+    compare(found, reference(name, **settings))
+
+
 def test_options_that_stages_do_not_have_are_refused():
     config = ParallelismConfig(dp_shard_size=2, pp_size=2)
     whole = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
