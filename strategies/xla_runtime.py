@@ -6,6 +6,7 @@ read. A graph that was handed over before is not compiled again.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from .availability import has_package
 _INSTALL = "Run `pip install 'drivetrain[xla]'` in an environment of its own"
 
 
+@functools.cache  # each step asks for it, and looking a version up reads files
 def package() -> Any:
     """Returns torch_xla.
 
