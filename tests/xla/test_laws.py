@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 
@@ -210,3 +211,14 @@ def test_thinness_nothing_is_read_or_compiled_between_log_points(tmp_path):
     ran = {number: seen[number]["ran"] - seen[number - 1]["ran"] for number in range(14, 48)}
     assert {ran[number] for number in ran if number not in log_points} == {1}
     assert seen[47]["compiled"] == seen[25]["compiled"]
+
+
+def test_thinness_the_installed_version_is_looked_up_once_in_a_run():
+    def work():
+        cases.started()
+        looked, version = [], importlib.metadata.version
+        importlib.metadata.version = lambda name: looked.append(name) or version(name)
+        cases.Loop("xla", steps=5).run()
+        return looked.count("torch_xla")
+
+    assert run(work) <= 1  # none where the process knew it before
