@@ -231,6 +231,8 @@ class DeepSpeedStrategy(DeepSpeedRanks):
         place: bool = True,
     ) -> torch.nn.Module:  # fmt: skip
         """Returns the engine of a model, or without an optimizer the model itself, which then only evaluates."""
+        if self.sequences is not None:
+            self.sequences.look_at(model)
         optimizer, scheduler = self._parts.get(id(model), (None, None))
         if optimizer is None and self.plugin.zero_stage != 3:
             return super().prepare_model(model, precision, place=place, evaluation=True, dynamo=dynamo)
@@ -239,8 +241,6 @@ class DeepSpeedStrategy(DeepSpeedRanks):
         self.plugin.set_moe_leaf_modules(model)
         if self.parallelism is not None:
             tensor.share(model, self.model_world)
-        if self.sequences is not None:
-            self.sequences.look_at(model)
         wrapper = DeepSpeedEngineWrapper(self._create(model, optimizer, scheduler))
         tensor.check(wrapper.engine.module)
         wrapper.config = self.plugin.hf_ds_config

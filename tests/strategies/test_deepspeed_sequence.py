@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from drivetrain import (
     Accelerator,
@@ -18,6 +19,7 @@ from drivetrain import (
     DeepSpeedStrategy,
     ModelCheckpoint,
     ParallelismConfig,
+    Trainer,
 )
 from drivetrain.strategies import choice
 from drivetrain.strategies.gradients import GradientState
@@ -115,7 +117,7 @@ def looped(accelerator, *, gathers=False):
     """A loop of one's own, whose losses count by their labels: by `weight`, or by a mean over the ranks' losses."""
     module = Language()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
-    loader = torch.utils.data.DataLoader(Tokens(32), batch_size=8)
+    loader = DataLoader(Tokens(32), batch_size=8)
     module, optimizer, loader = accelerator.prepare(module.net, optimizer, loader)
     losses, norms = [], []
     for batch in loader:
@@ -157,6 +159,24 @@ def test_a_loop_of_ones_own(stage, gathers):
     (expected,) = run(lambda rank: looped(accelerator(strategy="single")), 1, group=False, timeout=300)
     for found in run(work, 2, timeout=600):
         compare(found, expected)
+
+
+class Checked(Hugging):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.model(**batch).loss)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_is_only_evaluated(stage):
+    """It has no optimizer, and its batches get the places and next labels of whole sequences all the same."""
+
+    def validated(strategy):
+        trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False,
+                          enable_model_summary=False)  # fmt: skip
+        return trainer.validate(Checked(), DataLoader(Padded(), batch_size=8), verbose=False)[0]["val_loss"]
+
+    (expected,) = run(lambda rank: validated("auto"), 1, group=False, timeout=300)
+    assert run(lambda rank: validated(ulysses(stage)), 2, timeout=300) == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def test_lengths_and_attention_that_are_not_as_promised_are_refused():
