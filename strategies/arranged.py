@@ -24,26 +24,24 @@ if TYPE_CHECKING:
     from .context_parallel import Sequences
 
 
-class Arranged(ProcessGroupStrategy):
-    """A strategy whose ranks stand in a mesh, in which some of them share the work on the same samples."""
+class SharesSequences(ProcessGroupStrategy):
+    """A strategy of which some ranks may work on the same samples, and on parts of their sequences."""
 
-    parallelism: ParallelismConfig
     _layout: Layout | None = None
     sequences: Sequences | None = None  # how they are divided, where they are
 
-    def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
-        self.parallelism = self.parallelism.resolved(placement.size)
-        world = super()._create_world(placement, device, settings)
-        self.mesh = self.parallelism.build_device_mesh(world.device.type)
-        self._layout = Layout(self.parallelism, self.mesh, world)
-        self._draw_alike()
-        kind = "cp" if self.parallelism.cp_enabled else "sp"
-        if self.parallelism.sizes[kind] != 1 and self.parallelism.cp_handler is not None:
+    def _arrange(self, parallelism: ParallelismConfig, world: World) -> None:
+        """Makes the mesh of a world for these degrees (collective)."""
+        self.mesh = parallelism.build_device_mesh(world.device.type)
+        self._layout = Layout(parallelism, self.mesh, world)
+        kind = "cp" if parallelism.cp_enabled else "sp"
+        if parallelism.sizes[kind] != 1 and parallelism.cp_handler is not None:
             from .context_parallel import Sequences
 
             group = self.layout.submesh(kind).get_group()
-            self.sequences = Sequences(kind, group, self.parallelism.cp_handler, world.device)
-        return world
+            self.sequences = Sequences(kind, group, parallelism.cp_handler, world.device)
+            if kind == "sp" and parallelism.sp_handler is not None:
+                self.sequences.length = parallelism.sp_handler.fixed_length
 
     @property
     def layout(self) -> Layout:
@@ -69,12 +67,6 @@ class Arranged(ProcessGroupStrategy):
         """The ranks that have different layers of the model; None where each has all of them."""
         return None
 
-    def _draw_alike(self) -> None:
-        """Ranks that share each layer draw the same random numbers: each of them computes the whole's dropout."""
-        seed = self.layout.world("tp").broadcast_object(torch.initial_seed())
-        if seed != torch.initial_seed():
-            torch.manual_seed(seed)
-
     @property
     def divide_batch(self) -> Any:  # type: ignore[override]
         """Cuts this rank's part out of a batch, where ranks share sequences; None where they do not."""
@@ -82,6 +74,39 @@ class Arranged(ProcessGroupStrategy):
 
     def divided_buffers(self, buffers: list[Any], dims: list[int], kept: set[Any]) -> Any:
         return NOTHING if self.sequences is None else self.sequences.buffers(buffers, dims, kept)
+
+    def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
+        """Methods see whole sequences in their attention, where they work on parts of them."""
+        return self.inside(super().entry(model, method, precision, manual=manual))
+
+    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that computes on parts of sequences, where ranks share these."""
+        if self.sequences is None:
+            return function
+        return _inside(functools.partial(self.sequences.step, self.layer_world), function)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        context: Any = NOTHING if self.sequences is None else self.sequences.attention()
+        return context
+
+
+class Arranged(SharesSequences):
+    """A strategy whose ranks stand in a mesh, in which some of them share the work on the same samples."""
+
+    parallelism: ParallelismConfig
+
+    def _create_world(self, placement: Placement, device: torch.device, settings: Settings) -> World:
+        self.parallelism = self.parallelism.resolved(placement.size)
+        world = super()._create_world(placement, device, settings)
+        self._arrange(self.parallelism, world)
+        self._draw_alike()
+        return world
+
+    def _draw_alike(self) -> None:
+        """Ranks that share each layer draw the same random numbers: each of them computes the whole's dropout."""
+        seed = self.layout.world("tp").broadcast_object(torch.initial_seed())
+        if seed != torch.initial_seed():
+            torch.manual_seed(seed)
 
     def synchronize(self, model: torch.nn.Module) -> None:
         """Gives every rank the first one's weights, where they are whole."""
@@ -117,17 +142,11 @@ class Arranged(ProcessGroupStrategy):
 
         return dict.fromkeys(experts_of(model).values(), self.layout.shards(of_experts=True))
 
-    def entry(self, model: Any, method: str, precision: Precision, *, manual: bool = False) -> Callable[..., Any]:
-        """Methods see whole sequences in their attention, where they work on parts of them."""
-        return self.inside(super().entry(model, method, precision, manual=manual))
-
     def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that computes on parts of sequences, and losses on parts, where ranks share these."""
         if self._divides_losses:
             function = _inside(self._losses, function)
-        if self.sequences is None:
-            return function
-        return _inside(functools.partial(self.sequences.step, self.layer_world), function)
+        return super().inside(function)
 
     def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
         with self._attention(), self._losses():  # activations that are computed again need attention, too
@@ -151,10 +170,6 @@ class Arranged(ProcessGroupStrategy):
             f"Expected equally many batches on all ranks under strategy={self.name!r}. Received: join_uneven_inputs. "
             "Leave it out, and even_batches as it is (True)."
         )
-
-    def _attention(self) -> AbstractContextManager[None]:
-        context: Any = NOTHING if self.sequences is None else self.sequences.attention()
-        return context
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, precision: Precision, *, place: bool = True) -> Any:
         prepared = super().prepare_optimizer(optimizer, precision, place=place)

@@ -39,6 +39,7 @@ class Sequences:
         ring = Ring(group, handler.cp_comm_strategy or "allgather") if around else Gathered(group)
         self._attention: Any = Exchanged(group) if kind == "sp" else ring
         self.rank, self.size = self._attention.rank, self._attention.size
+        self.length: int | None = None  # that sequences are promised to have
         self._positions = self._next_labels = False
         self._calls: int | None = None  # of attention in the present step
         self._known = False  # some step has called it
@@ -102,6 +103,7 @@ class Sequences:
         """
         batch = self._completed(batch)
         dims = self._dims(batch)
+        self._check_length({key: _entry(batch, key).shape[dim] for key, dim in dims.items()})
         parts = {key: self.part(_entry(batch, key), dim, name=str(key)) for key, dim in dims.items()}
         share = self._share(batch, parts)
         if isinstance(batch, Tensor):
@@ -127,6 +129,14 @@ class Sequences:
                 f"{self.size} (labels by {IGNORED})."
             )
         return tensor.chunk(self.size, dim)[self.rank].contiguous()
+
+    def _check_length(self, lengths: Mapping[Any, int]) -> None:
+        others = {key: length for key, length in lengths.items() if self.length not in (None, length)}
+        if others:
+            raise ValueError(
+                f"Expected sequences of sp_seq_length={self.length}. Received: lengths {others}. Correct it, or set "
+                "sp_seq_length_is_variable=True."
+            )
 
     def _dims(self, batch: Any) -> dict[Any, int]:
         if self.handler.sequence_dims is not None:

@@ -47,7 +47,7 @@ class DeepSpeedStrategy(DeepSpeedRanks):
         config: DeepSpeed's own configuration: a JSON file, a dict, or an HfDeepSpeedConfig.
         plugin: all options; single ones may be given by name instead (`zero_stage=3`).
         plugins: several of them by name, the first of which is in force (see `select`).
-        parallelism: a ParallelismConfig whose `tp_size` ranks share each layer (AutoTP); ZeRO works among the others.
+        parallelism: a ParallelismConfig: `tp_size` ranks share a layer (AutoTP), `sp_size` a sequence (Ulysses).
         process_group_backend, timeout, start_method: see ProcessGroupStrategy.
 
     Raises:
@@ -231,6 +231,8 @@ class DeepSpeedStrategy(DeepSpeedRanks):
         place: bool = True,
     ) -> torch.nn.Module:  # fmt: skip
         """Returns the engine of a model, or without an optimizer the model itself, which then only evaluates."""
+        if self.sequences is not None:
+            self.sequences.look_at(model)
         optimizer, scheduler = self._parts.get(id(model), (None, None))
         if optimizer is None and self.plugin.zero_stage != 3:
             return super().prepare_model(model, precision, place=place, evaluation=True, dynamo=dynamo)
@@ -262,7 +264,7 @@ class DeepSpeedStrategy(DeepSpeedRanks):
         settled(
             config, model, optimizer=None if inner is None else inner.given, scheduler=dummy,
             samples=self._samples, micro_batches=GradientState().num_steps, ranks=self.data_world.size,
-            precision=self.word or "32-true", spread=1 if dummy is None else scheduler.spread,
+            processes=self.world.size, precision=self.word or "32-true", spread=scheduler.spread if dummy else 1,
         )  # fmt: skip
         return create_engine(model, config, optimizer=inner, scheduler=dummy, world=self.world)
 
@@ -310,7 +312,8 @@ class DeepSpeedStrategy(DeepSpeedRanks):
             )
         if not wrapper.told_batch:
             self._check_batch(wrapper)
-        wrapper.backward(loss, GradientState().sync_gradients and not wrapper.held, **kwargs)
+        with self._attention():  # activations that are computed again need it, too
+            wrapper.backward(loss, GradientState().sync_gradients and not wrapper.held, **kwargs)
 
     def _check_batch(self, wrapper: DeepSpeedEngineWrapper) -> None:
         """What is known only when training begins: the loader that is trained on, and a callback's micro-batches."""

@@ -64,9 +64,12 @@ def settled(
     micro_batches: int,
     ranks: int,
     precision: str,
+    processes: int | None = None,
     spread: int = 1,
 ) -> None:
     """Fills a configuration in place from the run; `spread` divides a schedule's length (see DummyScheduler).
+
+    `ranks` are those that see other samples, `processes` all of them.
 
     Raises:
         ValueError: the configuration and the script say different things, or something is still open.
@@ -90,8 +93,8 @@ def settled(
         if config.get_value(f"zero_optimization.offload_{part}.device") in ("none", "auto"):
             config.del_config_sub_tree(f"zero_optimization.offload_{part}")
     settle(config, said)
-    if config.get_value("tensor_parallel.autotp_size"):
-        config.del_config_sub_tree("train_batch_size")  # for which DeepSpeed counts all ranks
+    if processes not in (None, ranks):
+        config.del_config_sub_tree("train_batch_size")  # for which DeepSpeed counts all processes
 
 
 def _check_parts(config: HfDeepSpeedConfig, optimizer: Any, scheduler: Any) -> None:

@@ -95,6 +95,8 @@ class ParallelismConfig:
         self.tp_handler = self.tp_handler or (TorchTensorParallelConfig() if self.tp_enabled else None)
         divided = self.cp_enabled or self.sp_enabled
         self.cp_handler = self.cp_handler or (TorchContextParallelConfig() if divided else None)
+        if self.sp_handler is None and self.sp_enabled and self.sp_backend == "deepspeed":
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
         self.pp_handler = self.pp_handler or (PipelineConfig() if self.pp_size != 1 else None)
 
     @property

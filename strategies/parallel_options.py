@@ -71,6 +71,11 @@ class DeepSpeedSequenceParallelConfig:
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
 
+    @property
+    def fixed_length(self) -> int | None:
+        """The length that all sequences have; None where it varies."""
+        return None if self.sp_seq_length_is_variable else self.sp_seq_length
+
     def __post_init__(self) -> None:
         launched = environment.group(_GROUP)
         self.sp_seq_length = launched.agreed(

@@ -302,6 +302,7 @@ def test_options_come_once():
     [
         ({"sequence_parallel_size": 2}, None, "sequence_parallel_size=2 in .*Use ParallelismConfig.sp_size"),
         ({}, {"cp_size": 2}, "Received: cp_size=2 in the ParallelismConfig"),
+        ({}, {"sp_size": 2, "ep_size": 2}, "Received: ep_size=2 in the ParallelismConfig"),
     ],
 )
 def test_ranks_without_data_of_their_own_are_refused(content, sizes, message):
