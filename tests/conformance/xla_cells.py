@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain.tests.conformance.matrix import STEPS, TOLERANCES, WAYS
 from drivetrain.tests.conformance.parallel_cells import PLAN, Language, compare, reference, train
 from drivetrain.tests.xla.running import run
 
@@ -39,12 +40,17 @@ def cell(name: str, *, timeout: float = 1800, **options: Any) -> dict[str, Any]:
     return run(lambda: train(make(), accelerator="auto", module=Language(), **options), devices=devices, timeout=timeout)
 
 
-def row(name: str, *, steps: int = 50) -> str:
-    """Return a strategy's row: the largest relative difference from one process of plain torch."""
-    found = compare(cell(name, steps=steps), reference("single", steps=steps))
-    return f"| `{name}` | {CELLS[name][0]} | {max(found.values()):.0e} |"
+def row(name: str, *, steps: int = STEPS) -> str:
+    """Return a strategy's row: for each way the largest relative difference from one process of plain torch."""
+    far = []
+    for way, options in WAYS.items():
+        expected = reference("single", steps=steps, **options)
+        found = compare(cell(name, steps=steps, **options), expected, tolerance=TOLERANCES[way.split(",")[0]])
+        far.append(f"{max(found.values()):.0e}")
+    return f"| `{name}` | {CELLS[name][0]} | {' | '.join(far)} |"
 
 
 if __name__ == "__main__":
+    print(f"| strategy | devices | {' | '.join(WAYS)} |")
     for one in sys.argv[1:] or CELLS:
         print(row(one), flush=True)
