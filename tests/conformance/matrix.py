@@ -4,7 +4,7 @@
     python -m drivetrain.tests.conformance.matrix tp cp      only these strategies, anew; the others' results stay
 
 Results go into docs/parity.json as they come, so that it can be stopped and gone on with; delete that file to begin anew.
-All that is done under one strategy is done on the same ranks, one after the other, but for mixes. The test suite runs parts of it, and
+All that is done under one strategy is done on the same ranks, one after the other. The test suite runs parts of it, and
 compares the page with the strategies that there are.
 """
 
@@ -50,9 +50,7 @@ ALL: dict[str, tuple[int, Callable[[], Any], Any, dict[str, Any]]] = {
     **CELLS,
 }
 """Name → ranks, what makes the strategy, the module, further arguments: as in parallel_cells."""
-MIXES = {"fsdp+ep", "fsdp+pp", "fsdp+pp-Interleaved1F1B", "fsdp+pp-ZBVZeroBubble", "pp+tp", "pp+cp", "pp+sp", "pp+ep"}
-"""Mixes that are compared in tests/strategies/parallel/test_mixes.py alone."""
-RANKS = {**{name: entry[0] for name, entry in ALL.items() if name not in MIXES},
+RANKS = {**{name: entry[0] for name, entry in ALL.items()},
          **{name: entry[0] for name, entry in megatron_cells.CELLS.items()}}  # fmt: skip
 BETWEEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "": (Language, ("single", "ddp", "fsdp", "hsdp", "deepspeed_stage_3", "tp", "fsdp+tp", "cp")),
@@ -68,8 +66,6 @@ def many(name: str, options: list[dict[str, Any]], kind: Any = None) -> list[dic
         return [megatron_cells.cell(name, timeout=TIMEOUT, **one) for one in options]
     if name == "torch":
         return [megatron_cells.plain(**one) for one in options]
-    if "+" in name and len(options) > 1:  # the groups of a second mesh have names that torch mixes up with the first's
-        return [one for each in options for one in many(name, [each], kind)]
     ranks, make, module, more = ALL[name]
     kind = kind or module
 
